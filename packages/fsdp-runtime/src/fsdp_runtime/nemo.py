@@ -49,19 +49,9 @@ def fsdp2_strategy_parallelize(
 ) -> nn.Module:
     """Apply tensor parallelism, activation checkpointing and FSDP2, in place (Automodel).
 
-    Args:
-        model: the model.
-        device_mesh: a mesh with the axes named below, flattened ones included.
-        mp_policy: FSDP2's dtypes; ``None`` for Automodel's default: compute in bfloat16, gradients reduced and outputs
-            returned in float32.
-        offload_policy: a ``CPUOffloadPolicy`` to keep shards on the CPU.
-        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
-        activation_checkpointing: recompute the feed-forward part of every block in backward.
-        tp_shard_plan: styles of torch or of ``tp_plans`` by module path, or a dotted path to such a dict or to a
-            function that returns one; by default the architecture's plan.
-        dp_replicate_mesh_name: the axis of replicas.
-        dp_shard_cp_mesh_name: the axis that parameters are sharded over.
-        tp_mesh_name: the axis that layers are sharded over.
+    Without ``mp_policy`` the model computes in bfloat16, and gradients and outputs are in float32.  Checkpointing
+    recomputes the feed-forward part of every block.  ``tp_shard_plan`` has styles of torch or of ``tp_plans`` by module
+    path, or is a dotted path to such a dict or to a function that returns one.
 
     Raises:
         ModelError: the model has no blocks, or no feed-forward part to recompute, or is already parallelized.
@@ -94,15 +84,8 @@ def _parallelize_model(
 ) -> nn.Module:
     """Apply tensor parallelism, activation checkpointing and FSDP2 with mixed precision, in place (NeMo RL).
 
-    Args:
-        model: the model.
-        dp_mesh: the mesh to shard over.
-        tp_mesh: the mesh to shard layers over.
-        param_dtype: compute dtype; gradients are reduced and outputs returned in float32.
-        sequence_parallel: as in :func:`fsdp2_strategy_parallelize`.
-        activation_checkpointing: as in :func:`fsdp2_strategy_parallelize`.
-        cpu_offload: keep shards on the CPU.
-        custom_parallel_plan: as ``tp_shard_plan`` of :func:`fsdp2_strategy_parallelize`.
+    Gradients are reduced and outputs returned in float32.  ``custom_parallel_plan`` is as ``tp_shard_plan`` of
+    :func:`fsdp2_strategy_parallelize`.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     offload = CPUOffloadPolicy() if cpu_offload else None

@@ -23,12 +23,6 @@ from rl_logprobs.targets import next_token_targets
 def to_local_if_dtensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a DTensor, without autograd; other tensors unchanged.
 
-    Args:
-        tensor: a DTensor or a plain tensor.
-
-    Returns:
-        A plain tensor that shares the memory of ``tensor``.
-
     Example:
         >>> import torch
         >>> from rl_logprobs.nemo import to_local_if_dtensor
@@ -46,22 +40,10 @@ def get_grad_norm(
     norm_type: int | float | str = 2,
     dtype: torch.dtype = torch.float32,
 ) -> float:
-    """Return the norm of all gradients, each parameter counted once.
+    """Return :func:`rl_logprobs.grad_norm` as a float: the host waits for it.
 
-    Args:
-        parameters: a tensor or a sequence of tensors, DTensors and plain tensors mixed.  Every rank must pass the same
-            parameters.
-        dp_cp_group: unused; a DTensor knows the ranks over which it is sharded.
-        tp_group: unused, likewise.
-        norm_type: order of the norm, or ``"inf"``.
-        dtype: unused; the sum is always computed in float64.
-
-    Returns:
-        The norm as a float: the host waits for it.
-
-    Raises:
-        OptionError: ``norm_type`` is not positive.
-        DtypeError: a gradient is sparse or not floating point.
+    The groups are unused, because a DTensor knows the ranks over which it is sharded.  ``dtype`` is unused too: the sum
+    is always computed in float64.
 
     Example:
         >>> import torch
@@ -84,16 +66,7 @@ def clip_grad_by_total_norm_(
     """Scale the gradients in place by ``max_grad_norm / (total_norm + 1e-6)`` if that is less than one.
 
     A NaN norm leaves the gradients as they are, as in NeMo RL; ``clip_grad_norm_`` turns them into NaN, as torch does.
-
-    Args:
-        parameters: a tensor or a sequence of tensors, DTensors and plain tensors mixed.
-        max_grad_norm: the largest norm after clipping, not negative.
-        total_norm: the norm of all gradients, from ``get_grad_norm``.
-        dtype: unused; the gradients themselves are scaled, whatever their dtype.
-
-    Raises:
-        OptionError: ``max_grad_norm`` is negative or NaN.
-        DtypeError: a gradient is sparse or not floating point.
+    ``dtype`` is unused: the gradients themselves are scaled.
 
     Example:
         >>> import torch

@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 def get_hf_tp_plan(model: Any) -> dict[str, ParallelStyle]:
     """The plan that transformers ships for a model, as styles of torch; the logits stay split on the vocabulary.
 
-    Args:
-        model: a transformers model.
-
-    Returns:
-        Module pattern to style, for ``parallelize_module``.
-
     Raises:
         PlanError: transformers ships none, or it cannot be read.
 
@@ -44,12 +38,6 @@ def get_hf_tp_plan(model: Any) -> dict[str, ParallelStyle]:
 
 def translate_parallel_style(style: str) -> ParallelStyle:
     """The style of torch that a word of transformers' plans means, as ``"colwise"``.
-
-    Args:
-        style: the word, as in a config's ``base_model_tp_plan``.
-
-    Returns:
-        The style.
 
     Raises:
         UnknownStyleError: the word is in no table.

@@ -37,16 +37,6 @@ class DriftCause:
         moves: mean absolute change of the trainer's log-probabilities by this candidate, beside all causes, in nats.
         alone: the drift that is left where the trainer takes over this candidate alone.
         cumulative: the drift that is left after this step; ``None`` for a candidate that is no cause.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs import explain_drift
-        >>> trainer = torch.tensor([-1.0, -2.0])
-        >>> def score(shift=0.0):
-        ...     return trainer + shift
-        >>> cause = explain_drift(trainer + 0.5, score, {"shift": {"shift": 0.5}})["shift"]
-        >>> cause.is_cause, cause.moves, cause.cumulative.mean_absolute
-        (True, 0.5, 0.0)
     """
 
     name: str

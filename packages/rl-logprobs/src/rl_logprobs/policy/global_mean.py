@@ -38,12 +38,6 @@ class MeanWeights:
         length: the constant that replaces the number of tokens of a sequence, or None.
         gradient_divide_factor: the divisor of the gradient reduction, which the loss is multiplied by.
         cp_group: the ranks that hold other tokens of the same sequences, or None.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs import mean_weights
-        >>> mean_weights(torch.tensor([[1, 1, 0], [1, 1, 1]]), per="sequence").count
-        tensor(2., dtype=torch.float64)
     """
 
     per: Per
@@ -199,10 +193,6 @@ def global_mean(
         >>> from rl_logprobs import global_mean
         >>> global_mean(torch.tensor([[1.0, 3.0, 9.0], [4.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]))
         tensor(2.6667)
-        >>> global_mean(
-        ...     torch.tensor([[1.0, 3.0, 9.0], [4.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]), per="sequence"
-        ... )
-        tensor(3.)
     """
     scored = check_mask(mask, values=values)
     if weights is None:
