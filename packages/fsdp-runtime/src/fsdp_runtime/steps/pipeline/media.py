@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks, raise_on_all
+from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.sharded.collectives import all_gather_objects, raise_on_all, ranks_of
 from fsdp_runtime.steps.pipeline.parts import Call, StagedModel, StagePart
 from fsdp_runtime.steps.pipeline.runs import media_names, media_of, running, stage_inputs
 from fsdp_runtime.steps.pipeline.values import Value, filled, tensors_in
@@ -37,7 +37,7 @@ def require_media_on_first_stage(model: nn.Module, staged: StagedModel, batches:
                 f"{type(model).__name__} does not take: leave the media out"
             )
         return
-    ranks = mesh_ranks(model, state_entries(model))
+    ranks = ranks_of(runtime_state(model).mesh)
     names = frozenset[str]().union(*all_gather_objects(ranks, frozenset[str]().union(*media)).values())
     if names <= staged.media:
         return
