@@ -103,7 +103,7 @@ class Parallelism:
     def on(self, model: nn.Module, structure: ModelStructure) -> Parallelism:
         """Return the same steps with the same plan for a variant of the model, such as one with fewer blocks."""
         setup = replace(self.setup, facts=ModelFacts(model, structure))
-        reused = (TensorParallel, ExpertParallel)
+        reused = (TensorParallel, ExpertParallel, Pipeline)
         return Parallelism(
             setup,
             tuple((step, checked if isinstance(step, reused) else step.check(setup)) for step, checked in self.steps),

@@ -30,7 +30,7 @@ _ALLOCATOR: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "roundup_power2_divisions": ("roundup_power2_divisions", int),
 }
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
-_AXES = [field.name for field in fields(MeshSpec) if field.name != "pp"]  # stages are not estimated
+_AXES = [field.name for field in fields(MeshSpec)]
 
 
 def parse_bytes(value: int | str) -> int:

@@ -7,7 +7,8 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +24,8 @@ from fsdp_runtime.dry_run.parse_args import dtype_name, plan_name
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks, TracedModel, find_repeated_blocks
 from fsdp_runtime.dry_run.scale.scaling import peaks, scale_up
 from fsdp_runtime.dry_run.scale.summary import Summary, Tape, wildcard
+from fsdp_runtime.dry_run.stages.rank import RankTrace, sent_shapes, staged_of, trace_rank
+from fsdp_runtime.dry_run.stages.replay import rank_kinds, replay
 from fsdp_runtime.dry_run.step import ON_HOST, StepConfig, trace_step
 from fsdp_runtime.dry_run.trace.assumed_routes import assumed_exchange, routing_assumptions
 from fsdp_runtime.dry_run.trace.attention import kernels_of_attention
@@ -36,6 +39,7 @@ from fsdp_runtime.dry_run.types import (
     Memory,
     MemoryBreakdown,
     Phase,
+    PipelineRank,
     ReplicatedParameters,
     Settings,
     Traffic,
@@ -57,6 +61,7 @@ from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
 
 ProgressCallback = Callable[[str, int, int], None]
+Traced = TypeVar("Traced", Summary, RankTrace)
 
 #: Steps that progress reports: the model, the plan, two traces (or one and its sums).
 _STEPS = 4
@@ -130,6 +135,7 @@ def run(
             segments_grow=step.allocator is not None and step.allocator.expandable_segments,
         ),
         seconds=time.perf_counter() - started,
+        pipeline=trace.pipeline,
     )
 
 
@@ -187,6 +193,7 @@ class _Trace(NamedTuple):
     scaling: str
     smaller: Tape | None = None  # of the smaller of two traces
     repeated: RepeatedBlocks | None = None
+    pipeline: tuple[PipelineRank, ...] = ()
 
 
 def _trace(
@@ -200,6 +207,8 @@ def _trace(
 ) -> _Trace:
     """Trace every block, or a few and scale them."""
     blocks = len(full.structure.decoder)
+    if parallelism.setup.meshes.pp is not None:
+        return _trace_stages(full, parallelism, mesh, step, report)
     by_block = _names_single_blocks(parallelism)
     margin = int(parallelism.setup.required(ActivationCheckpointing).offload)
     repeated = None if exact or by_block else find_repeated_blocks(full.structure, margin)
@@ -232,13 +241,39 @@ def _trace(
     return _Trace(scaled, (small.blocks, large.blocks), scaling, small.tape, repeated)
 
 
+def _trace_stages(
+    full: TracedModel, parallelism: Parallelism, mesh: DeviceMesh, step: StepConfig, report: ProgressCallback
+) -> _Trace:
+    """Trace the ranks of ``pp`` that differ, and replay the schedule with the costs of all ranks."""
+    staged, blocks = staged_of(parallelism), len(full.structure.decoder)
+    report("finding the tensors between stages", 2, _STEPS)
+    shapes = sent_shapes(full, parallelism, mesh, step)
+    kinds = rank_kinds(full, staged, shapes)
+    traces: list[RankTrace] = []
+    for rank, kind in enumerate(kinds):
+        if (first := kinds.index(kind)) < rank:
+            traces.append(traces[first])
+            continue
+        report(f"tracing rank {rank} of pp", 3, _STEPS)
+        traces.append(_trace_traceable(full, parallelism, mesh, step, trace=partial(trace_rank, rank=rank, shapes=shapes)))
+    summary, rows = replay(traces, staged, shapes, mesh, blocks)
+    different = len({id(trace) for trace in traces})
+    worst = max(rows, key=lambda row: row.peak.total).rank
+    scaling = (
+        f"all blocks of {different} of {len(rows)} ranks of pp were traced, equal ranks once, and the actions of "
+        f"torch's schedule were replayed with their costs; the numbers are of rank {worst} of pp, with the highest peak"
+    )
+    return _Trace(summary, (blocks,), scaling, pipeline=rows)
+
+
 def _trace_traceable(
     template: TracedModel,
     parallelism: Parallelism,
     mesh: DeviceMesh,
     step: StepConfig,
     without_grad: frozenset[str] = frozenset(),
-) -> Summary:
+    trace: Callable[..., Traced] = trace_step,
+) -> Traced:
     """Return the summary of copies of a model: untraceable parts of their blocks return their input."""
     # A model with parameters without gradients is traced again once these are known, because they have no optimizer
     # state.
@@ -249,7 +284,7 @@ def _trace_traceable(
             if wildcard(path) in left_out:
                 replace_forward(module, _return_input)
         try:
-            summary = trace_step(traced, parallelism, mesh, step, without_grad)
+            summary = trace(traced, parallelism, mesh, step, without_grad)
         except UntraceableError as error:
             pattern = wildcard(error.module)
             inside_blocks = any(error.module.startswith(f"{block}.") for block in template.structure.decoder)
@@ -279,7 +314,7 @@ def _memory(
     groups = len({ranks for _, _, ranks in summary.traffic if len(ranks) > 1})
     constants = constant_costs(step.constants, world_size=world_size, axes=groups)
     reserved = None
-    if step.allocator is not None:
+    if step.allocator is not None and summary.tape:
         reserved = reserved_bytes(
             summary.tape,
             step.allocator,

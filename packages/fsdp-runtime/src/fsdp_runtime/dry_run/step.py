@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
@@ -120,6 +120,65 @@ def trace_step(
     without_grad: frozenset[str] = frozenset(),
 ) -> Summary:
     """Parallelize a model on the meta device, run the step on fake tensors, and summarize it."""
+    with prepared(traced, parallelism, mesh, step, without_grad) as run:
+        if step.micro_batches > 1:
+            run.recorder.register(_accumulated_gradients(run.model, without_grad), "gradients")
+        forward = resolve_loss(step.logprobs, traced.structure.lm_head)
+        with run.recorder.phase("forward"), run.hooks():
+            loss = forward(run.model, run.inputs, lambda: run.recorder.begin("loss"))
+        with run.recorder.phase("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            untrained = run.untrained()
+        run.update()
+        summary = summarize(run.recorder.recording, traced.structure.decoder, run.widths)
+    return replace(summary, replicated=run.replicated, untrained=untrained, on_host=run.on_host.held.peak)
+
+
+@dataclass
+class Prepared:
+    """A parallelized model on fake tensors, ready for a recorded step."""
+
+    model: nn.Module
+    step: StepConfig
+    inputs: dict[str, Tensor]
+    recorder: Recorder
+    optimizer: _LocalOptimizer | None
+    replicated: Mapping[str, tuple[int, ...]]
+    widths: set[int]  # of logits
+    on_host: Any
+
+    def hooks(self) -> Any:
+        """Return the context of a forward."""
+        return saved_tensors_hooks(_to_host, _from_host) if self.step.offload_activations else nullcontext()
+
+    def untrained(self) -> dict[str, tuple[int, ...]]:
+        """Return the trainable parameters without gradients; give them gradients where the step assumes so."""
+        untrained = _untrained(self.model)
+        if self.step.assume_gradients:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return untrained
+
+    def update(self) -> None:
+        """Clip the gradients, and take the optimizer's step."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        self.recorder.relabel(gradients, "gradients")
+        del gradients
+        if self.step.clip and (clip := clip_function()) is not None:
+            with self.recorder.phase("clip"):
+                clip(self.model.parameters(), 1.0)
+        if self.optimizer is not None and self.step.optimizer not in ON_HOST:
+            with self.recorder.phase("optimizer"):
+                self.optimizer.step()
+
+
+@contextmanager
+def prepared(
+    traced: TracedModel, parallelism: Parallelism, mesh: DeviceMesh, step: StepConfig, without_grad: frozenset[str]
+) -> Iterator[Prepared]:
+    """Parallelize a model on the meta device, and allocate it with its optimizer on fake tensors inside the ``with``."""
     # The structure of ``parallelism``, resolved for the full model, is replaced by the traced model's. Parameters that
     # match ``without_grad`` are known to get no gradient, and so no optimizer state.
     model, structure = traced.model, traced.structure
@@ -132,7 +191,6 @@ def trace_step(
         inputs = _inputs(model, mesh, step)
         make, _ = OPTIMIZERS[step.optimizer]
         optimizer = None if make is None else _LocalOptimizer(make, model, without_grad, step.optimizer in ON_HOST)
-        accumulated = _accumulated_gradients(model, without_grad) if step.micro_batches > 1 else []
         recorder = Recorder(
             ModuleTracker(model),
             tile_multiplicity,
@@ -147,32 +205,8 @@ def trace_step(
         recorder.register(workspaces, "workspaces")
         if optimizer is not None:
             recorder.register(optimizer.state_tensors(), "optimizer_state")
-        recorder.register(accumulated, "gradients")
-        del accumulated
-        forward = resolve_loss(step.logprobs, structure.lm_head)
-        hooks = saved_tensors_hooks(_to_host, _from_host) if step.offload_activations else nullcontext()
-        with recorder.phase("forward"), hooks:
-            loss = forward(model, inputs, lambda: recorder.begin("loss"))
-        with recorder.phase("backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
-            del loss
-            untrained = _untrained(model)
-            if step.assume_gradients:
-                for parameter in model.parameters():
-                    if parameter.requires_grad and parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        recorder.relabel(gradients, "gradients")
-        del gradients
-        if step.clip and (clip := clip_function()) is not None:
-            with recorder.phase("clip"):
-                clip(model.parameters(), 1.0)
-        if optimizer is not None and step.optimizer not in ON_HOST:
-            with recorder.phase("optimizer"):
-                optimizer.step()
         widths = {vocabulary, -(-vocabulary // axis_size(mesh, "tp"))}
-        summary = summarize(recorder.recording, structure.decoder, widths)
-    return replace(summary, replicated=replicated, untrained=untrained, on_host=on_host.held.peak)
+        yield Prepared(model, step, inputs, recorder, optimizer, replicated, widths, on_host)
 
 
 def _allocate(model: nn.Module) -> None:

@@ -264,6 +264,32 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineRank:
+    """One rank of ``pp`` over a step of its schedule.
+
+    Args:
+        rank: its place on ``pp``.
+        blocks: the first and the last block of each of its stages.
+        resident: bytes between steps: parameters, optimizer state, buffers.
+        peak: live bytes at its peak.
+        in_flight: the most micro-batches, over its stages, that wait for their backward at one time.
+        flops: its floating-point operations in a step.
+        idle: the part of the time of the step in which it waits for other stages, with times in proportion to
+            operations and sends without time.
+        bytes_sent: bytes sent in a step to other ranks of ``pp``.
+    """
+
+    rank: int
+    blocks: tuple[tuple[int, int], ...]
+    resident: MemoryBreakdown
+    peak: MemoryBreakdown
+    in_flight: int
+    flops: int
+    idle: float
+    bytes_sent: Mapping[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Memory, traffic and work of a training step on one rank of a mesh.
 
@@ -280,6 +306,7 @@ class Estimate:
         seconds: duration of the dry run.
         flops_by_kind: the operations of matrix products, grouped and float8 ones, and attention with its masked half.
         bytes_moved: bytes that the other operators of forward and backward read and write, none of them fused.
+        pipeline: the ranks of ``pp``; the numbers above belong to the one with the highest peak.
     """
 
     settings: Settings
@@ -294,11 +321,17 @@ class Estimate:
     seconds: float = 0.0
     flops_by_kind: Mapping[str, int] = field(default_factory=dict)
     bytes_moved: int = 0
+    pipeline: tuple[PipelineRank, ...] = ()
 
     @property
     def fits(self) -> bool | None:
         """Whether the memory of the process is within ``device_memory``; ``None`` without it."""
         return None if self.device_memory is None else self.memory.device <= self.device_memory
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time of a step in which a rank of ``pp`` waits, on average."""
+        return sum(rank.idle for rank in self.pipeline) / max(len(self.pipeline), 1)
 
     @property
     def communication_seconds(self) -> float | None:

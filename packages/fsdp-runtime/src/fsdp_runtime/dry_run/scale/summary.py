@@ -69,7 +69,7 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
     """Return the summary of a recording."""
     # ``vocabulary`` has its full and local size: tensors outside blocks with such a last dim are logits.
     recording = with_fused_storages(recording)
-    categories = [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
+    categories = storage_categories(recording, blocks, vocabulary)
     regions = regions_of(recording.events, blocks)
     peaks, before, ends = _replay(recording, categories, regions)
     assumptions = (replace(each, module=wildcard(each.module)) for each in recording.assumptions)
@@ -112,6 +112,11 @@ def add_up(items: Iterable[tuple[Key, tuple[int, ...]]]) -> dict[Key, tuple[int,
 def wildcard(path: str) -> str:
     """Return a path with every number as ``*``."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def storage_categories(recording: Recording, blocks: Sequence[str], vocabulary: set[int]) -> list[str]:
+    """Return the category of every storage."""
+    return [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
 
 
 def _category(info: StorageInfo, events: Sequence[OpEvent], blocks: Sequence[str], vocabulary: set[int]) -> str:

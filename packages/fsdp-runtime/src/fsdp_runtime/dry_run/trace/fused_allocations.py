@@ -33,7 +33,8 @@ def with_fused_storages(recording: Recording) -> Recording:
         each if each.delta > 0 else each._replace(event=events[min(int(position), len(events) - 1)])
         for position, each in kept
     ]
-    return replace(recording, allocations=allocations, ends=ends)
+    laps = [lap._replace(allocations=bisect_left(positions, lap.allocations)) for lap in recording.laps]
+    return replace(recording, allocations=allocations, ends=ends, laps=laps)
 
 
 def _freed_at(recording: Recording) -> dict[int, float]:

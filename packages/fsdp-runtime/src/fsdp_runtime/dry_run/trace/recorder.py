@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -91,6 +91,16 @@ class AllocationEvent(NamedTuple):
     delta: int
 
 
+class Lap(NamedTuple):
+    """Totals of the recording at the end of a phase."""
+
+    phase: Phase
+    allocations: int
+    collectives: int
+    flops: Mapping[str, int]
+    bytes_moved: int
+
+
 @dataclass
 class Recording:
     """Everything that was recorded, in order."""
@@ -103,6 +113,7 @@ class Recording:
     flops: Counter[str] = field(default_factory=Counter)  # floating-point operations by kind
     bytes_moved: int = 0  # bytes that operators without any read and write in forward and backward
     assumptions: dict[Assumption, None] = field(default_factory=dict)  # of results that depend on data, once
+    laps: list[Lap] = field(default_factory=list)  # in order, also of a phase that is recorded several times
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -144,7 +155,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._phase in ("forward", "loss"):
             for info in self._live.values():
                 info.outlives_forward = True
-        self.recording.ends[self._phase] = len(self.recording.allocations)
+        record = self.recording
+        record.ends[self._phase] = len(record.allocations)
+        totals = (len(record.allocations), len(record.collectives), dict(record.flops), record.bytes_moved)
+        record.laps.append(Lap(self._phase, *totals))
 
     def register(self, tensors: Iterable[Tensor], category: str) -> None:
         """Register tensors that exist before the step under a category."""

@@ -201,7 +201,7 @@ class _Schedule:
         target = torch.zeros(count, device=_device(self.model))
         fsdp = self.model if isinstance(self.model, FSDPModule) else None
         if backward:
-            with _accumulating(fsdp):
+            with accumulating(fsdp):
                 schedule.step(target=target, losses=losses, return_outputs=False)
                 if fsdp is not None:
                     stages[0].reduce_gradients(fsdp)
@@ -252,7 +252,7 @@ class _Schedule:
 
 
 @contextmanager
-def _accumulating(fsdp: FSDPModule | None) -> Iterator[None]:
+def accumulating(fsdp: FSDPModule | None) -> Iterator[None]:
     """Let FSDP modules keep the gradients of all micro-batches until they are reduced."""
 
     def sync(on: bool) -> None:

@@ -139,7 +139,7 @@ def _probe(model: nn.Module, staged: StagedModel, batch: Mapping[str, Any]) -> l
         answer: list[Any] = [None]
         if rank == staged.rank:
             try:
-                answer = [[_described(tensor) for tensor in _forward(model, staged, stage, batch, results)]]
+                answer = [[described(tensor) for tensor in _forward(model, staged, stage, batch, results)]]
             except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
                 answer = [f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(answer, dist.get_global_rank(group, rank), group=group)
@@ -163,7 +163,7 @@ def _forward(
     return run.sent()
 
 
-def _described(tensor: Tensor) -> Sent:
+def described(tensor: Tensor) -> Sent:
     if isinstance(tensor, DTensor):
         return Sent(tuple(tensor.to_local().shape), tensor.dtype, tuple(tensor.shape), tuple(tensor.placements))
     return Sent(tuple(tensor.shape), tensor.dtype)

@@ -1,0 +1,226 @@
+"""Record the actions of one rank of ``pp`` on a few micro-batches; later ones find gradients and gathered weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from fsdp_runtime._torch_compat import local_tensor, split_backward
+from fsdp_runtime.dry_run.losses import Forward, resolve_loss
+from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
+from fsdp_runtime.dry_run.step import Prepared, StepConfig, prepared
+from fsdp_runtime.dry_run.trace.costs import Cost, costs_of, plus
+from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown
+from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
+from fsdp_runtime.parallelism import Parallelism
+from fsdp_runtime.steps import Pipeline
+from fsdp_runtime.steps.pipeline.parts import StagedModel
+from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
+from fsdp_runtime.steps.pipeline.schedule import accumulating
+from fsdp_runtime.steps.pipeline.shapes import Sent, described
+from fsdp_runtime.steps.pipeline.step import SPLIT_BACKWARD
+
+#: The tensors that each stage but the last sends.
+Shapes = Sequence[tuple[Sent, ...]]
+#: The place of a stage on its rank, and its action: ``F``, ``B``, or ``I`` and ``W`` of a split backward.
+Action = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The costs of a rank of ``pp``."""
+
+    before: MemoryBreakdown  # live between calls, and token ids
+    buffers: int  # bytes of received activations and gradients of each micro-batch
+    first: Mapping[Action, Cost]  # of the first micro-batch
+    later: Mapping[Action, Cost]
+    after: tuple[Cost, ...]  # of the reduction, the clipping and the optimizer
+    replicated: Mapping[str, tuple[int, ...]]
+    untrained: Mapping[str, tuple[int, ...]]
+    assumptions: tuple[Assumption, ...]
+    on_host: int  # bytes of activations of one micro-batch
+    shared: Mapping[str, int]  # bytes of gradients that another rank of ``pp`` has too
+
+
+def staged_of(parallelism: Parallelism) -> StagedModel:
+    """Return the record of the stages."""
+    staged: StagedModel = next(checked for step, checked in parallelism.steps if isinstance(step, Pipeline))
+    return staged
+
+
+def _on_rank(parallelism: Parallelism, **fields: Any) -> tuple[Parallelism, StagedModel]:
+    """Return the parallelism of another rank of ``pp``, and its record of the stages."""
+    staged = replace(staged_of(parallelism), **fields)
+    steps = tuple((step, staged if isinstance(step, Pipeline) else checked) for step, checked in parallelism.steps)
+    return replace(parallelism, steps=steps), staged
+
+
+def sent_shapes(full: TracedModel, parallelism: Parallelism, mesh: DeviceMesh, step: StepConfig) -> Shapes:
+    """Return the tensors between stages, from a forward in which one rank has all stages."""
+    count = len(staged_of(parallelism).ranks)
+    alone, staged = _on_rank(parallelism, ranks=(0,) * count, rank=0, shared={})
+    shapes: list[tuple[Sent, ...]] = []
+    with prepared(full.copy(), alone, mesh, replace(step, optimizer="none"), frozenset()) as run, torch.no_grad():
+        for stage in range(count - 1):
+            buffers = _buffers(shapes[stage - 1]) if stage else ()
+            with run.recorder.phase("forward"):
+                tensors = _run_stage(run, staged, stage, buffers, shapes)
+            shapes.append(tuple(replace(described(tensor), mesh=staged.tp) for tensor in tensors))
+    return shapes
+
+
+def trace_rank(
+    traced: TracedModel,
+    parallelism: Parallelism,
+    mesh: DeviceMesh,
+    step: StepConfig,
+    without_grad: frozenset[str],
+    *,
+    rank: int,
+    shapes: Shapes,
+) -> RankTrace:
+    """Parallelize a model on the meta device as one rank of ``pp``, and record its actions."""
+    parallelism, staged = _on_rank(parallelism, rank=rank)
+    splits = staged.schedules.kind in SPLIT_BACKWARD
+    rounds = ("FIW", "FIW", "FB") if splits else ("FB", "FB")
+    with prepared(traced, parallelism, mesh, step, without_grad) as run:
+        record = _Record(run, staged, shapes, resolve_loss(step.logprobs, traced.structure.lm_head), len(rounds))
+        untrained = record.all(rounds)
+        before, costs = costs_of(run.recorder.recording, traced.structure.decoder, run.widths, record.laps)
+        parameters = dict(run.model.named_parameters())
+    size = len(rounds[0]) * len(staged.stages)
+    by_action = [*zip(record.names, costs, strict=False)]
+    first, later = dict(by_action[:size]), dict(by_action[size:])
+    for place in range(len(staged.stages)) if splits else ():
+        kept = plus(first[place, "I"].kept, first[place, "W"].kept)
+        added = plus(plus(kept, later[place, "I"].kept, -1), later[place, "W"].kept, -1)
+        first[place, "B"] = later[place, "B"].raised(added)
+    return RankTrace(
+        before=plus(before, MemoryBreakdown(inputs=record.received), -len(rounds)),
+        buffers=record.received,
+        first=first,
+        later=later,
+        after=tuple(costs[len(record.names) :]),
+        replicated=run.replicated,
+        untrained=untrained,
+        assumptions=tuple(run.recorder.recording.assumptions),
+        on_host=run.on_host.held.peak // len(rounds),
+        shared={name: local_tensor(parameters[name]).nbytes for name in staged.shared if name in parameters},
+    )
+
+
+class _Record:
+    """The recorded actions of a rank."""
+
+    def __init__(self, run: Prepared, staged: StagedModel, shapes: Shapes, loss: Forward, batches: int) -> None:
+        self.run, self.staged, self.shapes, self.loss = run, staged, shapes, loss
+        self.names: list[Action] = []
+        self.laps: list[int] = []  # phases of each action
+        self.split: dict[int, Any] = {}  # results of backwards of inputs, by place
+        last = len(staged.ranks) - 1
+        self.activations = {
+            (n, stage): _buffers(shapes[stage - 1]) for n in range(batches) for stage in staged.stages if stage
+        }
+        self.gradients = {
+            (n, stage): tuple(b if b.requires_grad else None for b in _buffers(shapes[stage]))
+            for n in range(batches)
+            for stage in staged.stages
+            if stage != last
+        }
+        buffers = [b for held in (self.activations, self.gradients) for of in held.values() for b in of if b is not None]
+        run.recorder.register(buffers, "inputs")
+        self.received = sum(buffer.nbytes for buffer in buffers) // batches
+
+    def all(self, rounds: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """Record every action, the reduction and the update; return the parameters without gradients."""
+        model, recorder = self.run.model, self.run.recorder
+        fsdp = model if isinstance(model, FSDPModule) else None
+        places = range(len(self.staged.stages))
+        with accumulating(fsdp):
+            for number, actions in enumerate(rounds):
+                outputs = {place: self._forward(number, place) for place in places}
+                for place in reversed(places):
+                    for action in actions[1:]:
+                        self._backward(number, place, action, outputs)
+            with self._recorded(None), recorder.phase("backward"):
+                if fsdp is not None:
+                    drop_placeholders(fsdp)
+                    group = self.staged.mesh.get_group()
+                    stage = PipelineStage(fsdp, 0, len(self.staged.ranks), torch.device("cpu"), group=group)
+                    stage.perform_reduce_grad(1)
+                untrained = self.run.untrained()
+        with self._recorded(None):
+            self.run.update()
+        return untrained
+
+    @contextmanager
+    def _recorded(self, action: Action | None) -> Iterator[None]:
+        """Count the phases that are recorded inside the ``with``."""
+        laps = self.run.recorder.recording.laps
+        before = len(laps)
+        yield
+        if len(laps) > before:
+            self.laps.append(len(laps) - before)
+            self.names += [] if action is None else [action]
+
+    def _forward(self, number: int, place: int) -> tuple[Tensor, ...]:
+        stage, recorder = self.staged.stages[place], self.run.recorder
+        received = self.activations.get((number, stage), ())
+        with self._recorded((place, "F")), recorder.phase("forward"), self.run.hooks():
+            return _run_stage(self.run, self.staged, stage, received, self.shapes, self.loss)
+
+    def _backward(self, number: int, place: int, action: str, outputs: dict[int, tuple[Tensor, ...]]) -> None:
+        stage = self.staged.stages[place]
+        received, gradients = self.activations.get((number, stage), ()), self.gradients.get((number, stage))
+        backward_input, backward_weight = split_backward()
+        weights = self.run.model.parameters()
+        with self._recorded((place, action)), self.run.recorder.phase("backward"):
+            if action == "I" and stage:
+                given = None if gradients is None else list(gradients)
+                _, self.split[place] = backward_input(list(outputs.pop(place)), given, list(received), weights)
+            elif action == "W" and stage:
+                backward_weight(weights, self.split.pop(place))
+            elif action != "I":
+                _backward(outputs.pop(place), gradients)
+                for tensor in received:
+                    tensor.grad = None
+
+
+def _backward(outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...] | None) -> None:
+    pairs = [*zip(outputs, gradients or (None,), strict=True)]
+    pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
+    torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _buffers(shapes: Sequence[Sent]) -> tuple[Tensor, ...]:
+    """Return tensors to receive, of this rank's part."""
+    return tuple(torch.empty(s.shape, dtype=s.dtype, requires_grad=s.dtype.is_floating_point) for s in shapes)
+
+
+def _run_stage(
+    run: Prepared,
+    staged: StagedModel,
+    stage: int,
+    buffers: Sequence[Tensor],
+    shapes: Shapes,
+    loss: Forward | None = None,
+) -> tuple[Tensor, ...]:
+    """Run the forward of a stage; return the tensors that it sends, or the loss."""
+    values = staged.sent[stage - 1] if stage else ()
+    arrived = zip(values, shapes[stage - 1] if stage else (), buffers, strict=True)
+    of_stage = StageRun(staged, stage, {value: shape.received(buffer) for value, shape, buffer in arrived})
+    inputs = stage_inputs(run.inputs, stage, len(staged.ranks))
+    with running(staged, of_stage):
+        if stage == len(staged.ranks) - 1 and loss is not None:
+            return (loss(run.model, inputs, lambda: run.recorder.begin("loss")),)
+        run.model(**inputs)
+    sent = of_stage.sent()
+    return sent if loss is None else tuple(s.sent(t, s) for s, t in zip(shapes[stage], sent, strict=True))

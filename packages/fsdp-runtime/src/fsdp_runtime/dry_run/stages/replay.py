@@ -1,0 +1,165 @@
+"""Replay the actions of torch's schedule with the costs of each rank: its peak, its traffic and its idle time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel, block_signature
+from fsdp_runtime.dry_run.scale.summary import CallKey, StepRegion, Summary, add_up
+from fsdp_runtime.dry_run.stages.rank import Action, RankTrace, Shapes
+from fsdp_runtime.dry_run.stages.schedule import Step, actions_by_rank, finish_times
+from fsdp_runtime.dry_run.trace.costs import Cost, plus
+from fsdp_runtime.dry_run.types import MemoryBreakdown, Peak, Phase, PipelineRank
+from fsdp_runtime.steps.pipeline.parts import StagedModel
+from fsdp_runtime.steps.pipeline.shapes import Sent
+
+Traffic = dict[CallKey, tuple[int, ...]]
+
+
+def rank_kinds(full: TracedModel, staged: StagedModel, shapes: Shapes) -> list[Any]:
+    """Return a key of each rank of ``pp``; ranks with equal keys have equal costs."""
+    blocks = [block_signature(full.structure.blocks[path]) for path in full.structure.decoder]
+    last = len(staged.ranks) - 1
+
+    def stage_key(stage: int) -> Any:
+        sizes = [_sizes(shapes[boundary]) for boundary in (stage - 1, stage) if 0 <= boundary < last]
+        return stage == 0, stage == last, tuple(blocks[slice(*staged.ranges[stage])]), sizes
+
+    return [[stage_key(stage) for stage in _stages_of(staged, rank)] for rank in sorted(set(staged.ranks))]
+
+
+def replay(
+    traces: Sequence[RankTrace], staged: StagedModel, shapes: Shapes, mesh: DeviceMesh, blocks: int
+) -> tuple[Summary, tuple[PipelineRank, ...]]:
+    """Return the summary of the rank of ``pp`` with the highest peak, and a row of every rank."""
+    order = actions_by_rank(staged)
+    messages = [*_messages(staged, shapes, traces)]
+    replays = [_Replay(trace, staged, rank, order[rank]) for rank, trace in enumerate(traces)]
+    ends = finish_times(order, lambda rank, step: float(sum(replays[rank].cost(step, first=False).flops.values())))
+    total = max(ends.values())
+    rows = tuple(
+        PipelineRank(
+            rank=rank,
+            blocks=tuple((start, end - 1) for start, end in (staged.ranges[s] for s in _stages_of(staged, rank))),
+            resident=replace(each.trace.before, inputs=0),
+            peak=max(each.peaks.values(), key=lambda peak: peak.total).nbytes,
+            in_flight=each.in_flight,
+            flops=sum(each.flops.values()),
+            idle=1 - sum(each.flops_of_actions.values()) / total if total else 0.0,
+            bytes_sent={
+                other: sum(each[-1] for each in messages if each[:2] == (rank, other))
+                for other in sorted({each[1] for each in messages if each[0] == rank})
+            },
+        )
+        for rank, each in enumerate(replays)
+    )
+    worst = max(replays, key=lambda each: rows[each.rank].peak.total)
+    group = tuple(dist.get_process_group_ranks(staged.mesh.get_group()))
+    sends = [
+        ((phase, "send", group), (count, nbytes, nbytes))
+        for sender, _, phase, count, nbytes in messages
+        if sender == worst.rank
+    ]
+    return worst.summary(blocks, add_up(sends)), rows
+
+
+class _Replay:
+    """The live bytes of a rank over its actions."""
+
+    def __init__(self, trace: RankTrace, staged: StagedModel, rank: int, actions: Sequence[Step]) -> None:
+        self.trace, self.rank = trace, rank
+        self.places = {stage: place for place, stage in enumerate(_stages_of(staged, rank))}
+        self.peaks: dict[Phase, Peak] = {}
+        self.ends: dict[Phase, MemoryBreakdown] = {}
+        self.traffic: list[Mapping[CallKey, tuple[int, ...]]] = []
+        self.flops: Counter[str] = Counter()
+        self.bytes_moved = 0
+        buffers = MemoryBreakdown(inputs=trace.buffers)
+        self.live = plus(trace.before, buffers, staged.schedules.microbatches)
+        started: set[Action] = set()
+        flying: set[tuple[int, int]] = set()
+        self.in_flight = 0
+        for step in actions:
+            action = self.places[step.stage], "F" if step.kind == "F" else "I" if step.kind == "I" else "gradients"
+            self._add(self.cost(step, first=action not in started))
+            started.add(action)
+            if step.kind == "F":
+                flying.add((step.stage, step.batch))
+                if len(flying) > self.in_flight:
+                    self.in_flight, self.most = len(flying), self.live
+            elif step.kind != "I":
+                flying.discard((step.stage, step.batch))
+        self.ends["forward"] = self.most
+        self.flops_of_actions = Counter(self.flops)
+        if shared := sum(trace.shared.values()):
+            parts = MemoryBreakdown(temporaries=2 * shared)
+            peak = Peak(phase="backward", module="", operator="sum of gradients over stages", nbytes=parts)
+            self._add(Cost(peaks=(peak,)))
+        self.live = plus(self.live, buffers, -staged.schedules.microbatches)
+        for cost in trace.after:
+            self._add(cost)
+
+    def cost(self, step: Step, *, first: bool) -> Cost:
+        """Return the cost of an action."""
+        costs = self.trace.first if first else self.trace.later
+        return costs[self.places[step.stage], step.kind]
+
+    def _add(self, cost: Cost) -> None:
+        for peak in cost.peaks:
+            lifted = replace(peak, nbytes=plus(self.live, peak.nbytes))
+            if peak.phase not in self.peaks or lifted.total > self.peaks[peak.phase].total:
+                self.peaks[peak.phase] = lifted
+        self.live = plus(self.live, cost.kept)
+        for peak in cost.peaks:
+            self.ends[peak.phase] = self.live
+        self.traffic.append(cost.traffic)
+        self.flops.update(cost.flops)
+        self.bytes_moved += cost.bytes_moved
+
+    def summary(self, blocks: int, sends: Traffic) -> Summary:
+        """Return the totals of a step."""
+        trace = self.trace
+        return Summary(
+            blocks=blocks,
+            regions={StepRegion(phase, -1, False): peak for phase, peak in self.peaks.items()},
+            before=trace.before,
+            ends=self.ends,
+            traffic=add_up(item for each in (*self.traffic, sends) for item in each.items()),
+            tape=(),
+            flops=self.flops,
+            bytes_moved=self.bytes_moved,
+            replicated=trace.replicated,
+            on_host=trace.on_host * self.in_flight,
+            assumptions=trace.assumptions,
+            untrained=trace.untrained,
+        )
+
+
+def _stages_of(staged: StagedModel, rank: int) -> list[int]:
+    return [stage for stage, of in enumerate(staged.ranks) if of == rank]
+
+
+def _messages(
+    staged: StagedModel, shapes: Shapes, traces: Sequence[RankTrace]
+) -> Iterator[tuple[int, int, Phase, int, int]]:
+    """Yield sender, receiver, phase, count and bytes of the tensors between ranks of ``pp`` in a step."""
+    batches = staged.schedules.microbatches
+    for sent, one, other in zip(shapes, staged.ranks, staged.ranks[1:], strict=False):
+        if one != other:
+            yield one, other, "forward", batches * len(sent), batches * _sizes(sent)
+            back = [each for each in sent if each.dtype.is_floating_point]
+            yield other, one, "backward", batches * len(back), batches * _sizes(back)
+    for name, holders in staged.shared.items():
+        for one, other in permutations(holders, 2):
+            yield one, other, "backward", 1, traces[one].shared[name]
+
+
+def _sizes(tensors: Iterable[Sent]) -> int:
+    return sum(sent.buffer(backward=False).nbytes for sent in tensors)

@@ -1,0 +1,78 @@
+"""The actions of torch's schedules in order, and their times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.steps.pipeline.parts import StagedModel
+
+
+#: Computations by torch's name; its other actions are communication.
+_KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+class Step(NamedTuple):
+    """An action of a schedule."""
+
+    stage: int
+    kind: str  # ``F``, ``B``, or ``I`` and ``W`` of a split backward
+    batch: int
+
+
+def actions_by_rank(staged: StagedModel) -> dict[int, list[Step]]:
+    """Return the actions of each rank of ``pp``, in the order in which torch's schedule runs them."""
+    step, count = staged.schedules, len(staged.ranks)
+    mine = [stage for stage, rank in enumerate(staged.ranks) if rank == staged.mesh.get_local_rank()]
+    stages = [PipelineStage(nn.Identity(), s, count, torch.device("cpu"), group=staged.mesh.get_group()) for s in mine]
+    kind = get_schedule_class(step.schedule)
+    single = issubclass(kind, PipelineScheduleSingle)
+    schedule: Any = kind(stages[0] if single else stages, step.microbatches, loss_fn=torch.sum, scale_grads=False)  # type: ignore[arg-type]
+    # Schedules with several stages also have the order with merged backwards.
+    order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
+    return {rank: list(_computations(actions)) for rank, actions in order.items()}
+
+
+def _computations(actions: Sequence[Any]) -> Iterator[Step]:
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions:
+            yield from _computations(action.sub_actions)
+        elif kind := _KINDS.get(action.computation_type.name):
+            yield Step(action.stage_index, kind, action.microbatch_index)
+
+
+def finish_times(order: Mapping[int, Sequence[Step]], duration: Callable[[int, Step], float]) -> dict[Step, float]:
+    """Return the time at which each action ends; a rank waits for tensors of other stages, and sends take no time."""
+    ends: dict[Step, float] = {}
+    clocks, position = dict.fromkeys(order, 0.0), dict.fromkeys(order, 0)
+    every = {step for steps in order.values() for step in steps}
+    while len(ends) < len(every):
+        known = len(ends)
+        for rank, steps in order.items():
+            while position[rank] < len(steps):
+                step = steps[position[rank]]
+                needed = _needed(step) & every
+                if not needed <= ends.keys():
+                    break
+                clocks[rank] = max([clocks[rank], *(ends[each] for each in needed)]) + duration(rank, step)
+                ends[step] = clocks[rank]
+                position[rank] += 1
+        if len(ends) == known:
+            raise EstimateError("the actions of the schedule wait for one another: use another schedule")
+    return ends
+
+
+def _needed(step: Step) -> set[Step]:
+    """Return the actions before an action, and actions of which the schedule has one."""
+    stage, kind, batch = step
+    if kind == "F":
+        return {Step(stage - 1, "F", batch)}
+    return {Step(stage, "F", batch), *(Step(stage + 1, other, batch) for other in "BI" if kind != "W")}
