@@ -97,11 +97,10 @@ def trace_rank(
         before, costs = costs_of(run.recorder.recording, traced.structure.decoder, run.widths, record.laps)
         parameters = dict(run.model.named_parameters())
     size = len(rounds[0]) * len(staged.stages)
-    by_action = [*zip(record.names, costs, strict=False)]
+    by_action = [*zip(record.names, _with_levels(record.names, costs), strict=True)]
     first, later = dict(by_action[:size]), dict(by_action[size:])
     for place in range(len(staged.stages)) if splits else ():
-        kept = plus(first[place, "I"].kept, first[place, "W"].kept)
-        added = plus(plus(kept, later[place, "I"].kept, -1), later[place, "W"].kept, -1)
+        added = plus(first[place, "W"].kept, later[place, "W"].kept, -1)
         first[place, "B"] = later[place, "B"].raised(added)
     return RankTrace(
         before=plus(before, MemoryBreakdown(inputs=record.received), -len(rounds)),
@@ -115,6 +114,17 @@ def trace_rank(
         on_host=run.on_host.held.peak // len(rounds),
         shared={name: local_tensor(parameters[name]).nbytes for name in staged.shared if name in parameters},
     )
+
+
+def _with_levels(names: Sequence[Action], costs: Sequence[Cost]) -> Iterator[Cost]:
+    """Yield the costs, of a forward with all gathered bytes in place of their change."""
+    # FSDP2 frees all gathered weights at the next forward of the model; those of backwards add up.
+    level = 0
+    for (_, kind), cost in zip(names, costs, strict=False):
+        before = MemoryBreakdown(gathered=level if kind == "F" else 0)
+        level += cost.kept.gathered
+        peaks = tuple(replace(peak, nbytes=plus(peak.nbytes, before)) for peak in cost.peaks)
+        yield replace(cost, kept=plus(cost.kept, before), peaks=peaks)
 
 
 class _Record:

@@ -52,7 +52,7 @@ def replay(
             peak=max(each.peaks.values(), key=lambda peak: peak.total).nbytes,
             in_flight=each.in_flight,
             flops=sum(each.flops.values()),
-            idle=1 - sum(each.flops_of_actions.values()) / total if total else 0.0,
+            idle=1 - each.flops_of_actions / total if total else 0.0,
             bytes_sent={
                 other: sum(each[-1] for each in messages if each[:2] == (rank, other))
                 for other in sorted({each[1] for each in messages if each[0] == rank})
@@ -80,31 +80,41 @@ class _Replay:
         self.ends: dict[Phase, MemoryBreakdown] = {}
         self.traffic: list[Mapping[CallKey, tuple[int, ...]]] = []
         self.flops: Counter[str] = Counter()
-        self.bytes_moved = 0
+        self.bytes_moved = self.in_flight = 0
         buffers = MemoryBreakdown(inputs=trace.buffers)
         self.live = plus(trace.before, buffers, staged.schedules.microbatches)
-        started: set[Action] = set()
-        flying: set[tuple[int, int]] = set()
-        self.in_flight = 0
-        for step in actions:
-            action = self.places[step.stage], "F" if step.kind == "F" else "I" if step.kind == "I" else "gradients"
-            self._add(self.cost(step, first=action not in started))
-            started.add(action)
-            if step.kind == "F":
-                flying.add((step.stage, step.batch))
-                if len(flying) > self.in_flight:
-                    self.in_flight, self.most = len(flying), self.live
-            elif step.kind != "I":
-                flying.discard((step.stage, step.batch))
-        self.ends["forward"] = self.most
-        self.flops_of_actions = Counter(self.flops)
+        self._run(actions)
+        self.flops_of_actions = sum(self.flops.values())
         if shared := sum(trace.shared.values()):
             parts = MemoryBreakdown(temporaries=2 * shared)
             peak = Peak(phase="backward", module="", operator="sum of gradients over stages", nbytes=parts)
             self._add(Cost(peaks=(peak,)))
         self.live = plus(self.live, buffers, -staged.schedules.microbatches)
+        self.live = replace(self.live, gathered=-trace.after[0].kept.gathered)
         for cost in trace.after:
             self._add(cost)
+
+    def _run(self, actions: Sequence[Step]) -> None:
+        """Add the actions of the schedule."""
+        most = self.live
+        started: set[Action] = set()
+        gathered: set[int] = set()  # places with gathered weights since the last forward
+        flying: set[tuple[int, int]] = set()
+        for step in actions:
+            action = self.places[step.stage], "gradients" if step.kind in "BW" else step.kind
+            cost = self.cost(step, first=action not in started)
+            started.add(action)
+            if step.kind == "F":
+                self.live, gathered = replace(self.live, gathered=0), set()
+            elif action[0] in gathered:
+                cost = cost.without_gathers()
+            else:
+                gathered.add(action[0])
+            self._add(cost)
+            flying ^= {(step.stage, step.batch)} if step.kind != "I" else set()
+            if step.kind == "F" and len(flying) > self.in_flight:
+                self.in_flight, most = len(flying), self.live
+        self.ends["forward"] = most
 
     def cost(self, step: Step, *, first: bool) -> Cost:
         """Return the cost of an action."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,18 @@ def actions_by_rank(staged: StagedModel) -> dict[int, list[Step]]:
     schedule: Any = kind(stages[0] if single else stages, step.microbatches, loss_fn=torch.sum, scale_grads=False)  # type: ignore[arg-type]
     # Schedules with several stages also have the order with merged backwards.
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
-    return {rank: list(_computations(actions)) for rank, actions in order.items()}
+    steps = {rank: list(_computations(actions)) for rank, actions in order.items()}
+    return {rank: _numbered(actions) for rank, actions in steps.items()} if single else steps
+
+
+def _numbered(steps: Sequence[Step]) -> list[Step]:
+    """Number the micro-batches in the order of their actions: torch 2.13 counts forwards of a last stage from 1."""
+    counts: Counter[str] = Counter()
+    numbered = []
+    for step in steps:
+        numbered.append(step._replace(batch=counts[step.kind]))
+        counts[step.kind] += 1
+    return numbered
 
 
 def _computations(actions: Sequence[Any]) -> Iterator[Step]:

@@ -27,6 +27,12 @@ class Cost:
     bytes_moved: int = 0
     traffic: Mapping[CallKey, tuple[int, ...]] = field(default_factory=dict)
 
+    def without_gathers(self) -> Cost:
+        """Return the cost of an action that finds its weights gathered."""
+        peaks = tuple(replace(peak, nbytes=replace(peak.nbytes, gathered=0)) for peak in self.peaks)
+        traffic = {key: totals for key, totals in self.traffic.items() if key[1] != "all_gather" or not self.kept.gathered}
+        return replace(self, kept=replace(self.kept, gathered=0), peaks=peaks, traffic=traffic)
+
     def raised(self, nbytes: MemoryBreakdown) -> Cost:
         """Return the cost of an action that first adds bytes and keeps them."""
         peaks = tuple(replace(peak, nbytes=plus(nbytes, peak.nbytes)) for peak in self.peaks)
