@@ -46,8 +46,7 @@ def quantization_assumptions(model: nn.Module) -> list[Assumption]:
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method", "an unknown method")))
     text = (
         f"the config says that the checkpoint is quantized ({method}), and the numbers count dequantized weights "
-        "unless steps has Quantized: load_weights refuses schemes other than bitsandbytes' nf4 and int8, FP8, int8 per "
-        "row and MXFP4"
+        "unless steps has Quantized: load_weights refuses schemes other than nf4, int4, int8, FP8 and MXFP4"
     )
     return [Assumption(operator="", module="", assumption=text)]
 

@@ -152,7 +152,7 @@ SETTINGS = (
     StepSetting("bfloat16 states", {"fsdp": _MASTERS}, optimizer="adamw_bf16", without="float32 masters"),
     *(
         StepSetting(f"LoRA on {scheme}", _quantized(scheme), lora=True, without="LoRA")
-        for scheme in ("nf4", "mxfp4", "int8", "fp8")
+        for scheme in ("nf4", "int4", "mxfp4", "int8", "fp8")
     ),
 )
 

@@ -50,16 +50,17 @@ class Quantized(Step[QuantizedParts]):
     format      bits a weight   scale of a block       checkpoints with these codes
     ==========  ==============  =====================  ===============================================
     ``nf4``     4.5             float32, 64 elements   bitsandbytes
+    ``int4``    4.5             and an offset, 128     GPTQ, AWQ, compressed-tensors, torchao
     ``mxfp4``   4.25            a power of two, 32     gpt-oss
-    ``int8``    8.25            float32, 128 elements  bitsandbytes and compressed-tensors, one per row
-    ``fp8``     8.25            float32, 128 elements  DeepSeek-V3's blocks, compressed-tensors
+    ``int8``    8.25            float32, 128 elements  bitsandbytes, compressed-tensors, torchao
+    ``fp8``     8.25            float32, 128 elements  DeepSeek-V3's blocks, compressed-tensors, torchao
     ==========  ==============  =====================  ===============================================
 
     Embeddings, heads, norms, routers, modules that train, and layers with other code than ``nn.Linear`` keep their
     dtype; ``describe_parallelism(model).not_quantized`` lists the layers with the reason.
 
     Args:
-        format: ``"nf4"``, ``"int8"``, ``"fp8"`` or ``"mxfp4"``.
+        format: ``"nf4"``, ``"int4"``, ``"int8"``, ``"fp8"`` or ``"mxfp4"``.
         block_size: elements of a row that share a scale; ``None`` for the number in the table.
         keep: name patterns of further layers that keep their dtype.
 

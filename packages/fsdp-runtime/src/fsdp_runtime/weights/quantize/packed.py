@@ -3,7 +3,8 @@
 A block has consecutive elements of the last dim, so a shard of rows, or of columns in multiples of a block, has the
 values of the full tensor.  Scales are bytes too: no cast of a model or of FSDP2 rounds them.  NF4 is from "QLoRA"
 (arXiv:2305.14314), appendix E, and equals bitsandbytes; MXFP4 is from the OCP Microscaling Formats (MX) Specification
-1.0, section 5.4, and equals gpt-oss; int8 and FP8 have the scales ``amax / 127`` and ``amax / 448``.
+1.0, section 5.4, and equals gpt-oss; int8 and FP8 have the scales ``amax / 127`` and ``amax / 448``; int4 spreads its
+codes from the least to the largest element, and equals GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978) and torchao.
 """
 
 from __future__ import annotations
