@@ -102,7 +102,9 @@ def offload(
     if selected == ("optimizer",) and optimizer is None:
         raise OptionError("parts=('optimizer',) without an optimizer: pass it as the second argument")
     target = (
-        require_device(device) if device is not None else compute_device(state_entries(model, allow_offloaded=True))
+        require_device(device)
+        if device is not None
+        else compute_device(model, state_entries(model, allow_offloaded=True))
     )
     if target.type == "cpu" and device is None:
         logger.info("the model is on the CPU: nothing to offload")

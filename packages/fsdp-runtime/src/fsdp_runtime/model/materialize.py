@@ -13,9 +13,9 @@ from fsdp_runtime._torch_compat import offloads_to_cpu, parameter_hooks, persist
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import default_device_type
 from fsdp_runtime.model.buffers import compute_meta_buffers
+from fsdp_runtime.model.stages import recorded_meshes
 from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.model.unloaded import allow_loaded
-from fsdp_runtime.runtime_state import runtime_state
 
 
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
@@ -58,7 +58,7 @@ def materialize_entries(
     tensors = (*(entry.tensor for entry in entries), *model.buffers())
     if device is None and not any(tensor.is_meta for tensor in tensors):
         return
-    target = require_device(device) if device is not None else compute_device(entries, runtime_state(model).mesh)
+    target = require_device(device) if device is not None else compute_device(model, entries)
     compute_meta_buffers(model)
     parameter_device = torch.device("cpu") if offloads_to_cpu(model) else target
     for entry in entries:
@@ -88,8 +88,9 @@ def require_device(device: torch.device | str) -> torch.device:
     return target
 
 
-def compute_device(entries: Sequence[StateEntry], mesh: DeviceMesh | None = None) -> torch.device:
+def compute_device(model: nn.Module, entries: Sequence[StateEntry]) -> torch.device:
     """Return the device a model computes on: the mesh's current device, or the parameters' device without one."""
+    mesh = next(recorded_meshes(model), None)
     plain = torch.device("cpu") if mesh is None else _current_device(mesh)
     for entry in entries:
         if isinstance(entry.tensor, DTensor):

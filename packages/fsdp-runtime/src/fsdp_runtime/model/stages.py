@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import ModelError
@@ -36,6 +37,11 @@ def require_whole(model: nn.Module, call: str) -> None:
                 f"{call} does not support a model in pipeline stages (pp={state.stages.mesh.size()}): its ranks have "
                 "different blocks; use a mesh without pp"
             )
+
+
+def recorded_meshes(model: nn.Module) -> Iterator[DeviceMesh]:
+    """Yield the meshes that a model, or parts of a model, were parallelized on."""
+    return (state.mesh for state in _recorded_states(model) if state.mesh is not None)
 
 
 def _recorded_states(model: nn.Module) -> Iterator[RuntimeState]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime._torch_compat import local_tensor, persistent_buffers, sharded_parameters
-from fsdp_runtime.errors import ConversionError, ModelError
+from fsdp_runtime.errors import ModelError
 from fsdp_runtime.runtime_state import RUNTIME_STATE
 
 #: Path components that activation checkpointing wrappers and ``torch.compile`` add.
@@ -75,18 +75,6 @@ def reshard_all(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def require_unquantized(entries: Sequence[StateEntry]) -> None:
-    """Check that weights are plain floating-point tensors, not a quantization library's tensor subclass."""
-    plain = (Tensor, nn.Parameter, nn.Buffer)
-    quantized = [entry for entry in entries if type(local_tensor(entry.tensor)) not in plain]
-    if quantized:
-        raise ConversionError(
-            f"{len(quantized)} weights are of class {type(local_tensor(quantized[0].tensor)).__name__}, first "
-            f"{quantized[0].names[0]}: quantized weights are neither loaded nor streamed; dequantize the model, or "
-            "quantize it at the receiver"
-        )
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module, str]]:

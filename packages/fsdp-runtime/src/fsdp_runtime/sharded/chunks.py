@@ -102,6 +102,13 @@ def fill_box(part: Tensor, box: Box, chunks: Sequence[Chunk], read: ReadBox) -> 
                 part[inside(box, target)].copy_(in_dims(read(needed.source, piece), needed.dims, box_shape(target)))
 
 
+def read_box(box: Box, dtype: torch.dtype, chunks: Sequence[Chunk], read: ReadBox) -> Tensor:
+    """Return the values of a tensor at ``box``, on the CPU."""
+    part = torch.empty(box_shape(box), dtype=dtype)
+    fill_box(part, box, chunks, read)
+    return part
+
+
 @torch.no_grad()
 def fill_from(tensor: Tensor, full: Tensor) -> None:
     """Fill this rank's shard of a tensor with its part of the full values."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import OptionError, OtherRankError
 from fsdp_runtime.mesh.spec import axis_size
-from fsdp_runtime.runtime_state import RUNTIME_STATE
+from fsdp_runtime.model.stages import recorded_meshes
 
 #: Packages with loggers that :func:`first_rank_speaks` silences.
 _PACKAGES = ("fsdp_runtime", "tp_plans")
@@ -48,12 +48,6 @@ def model_mesh(model: nn.Module, tensors: Iterable[Tensor]) -> DeviceMesh | None
         return None if recorded is None or axis_size(recorded, "pp") == 1 else recorded
     # torch's caches of specs may give a DTensor the equal slice of an earlier mesh with other axes.
     return recorded or root_mesh(on_mesh)
-
-
-def recorded_meshes(model: nn.Module) -> Iterator[DeviceMesh]:
-    """Yield the meshes that a model, or parts of a model, were parallelized on."""
-    states = (module.__dict__.get(RUNTIME_STATE) for module in model.modules())
-    return (state.mesh for state in states if state is not None and state.mesh is not None)
 
 
 def ranks_of(mesh: DeviceMesh | None) -> ModelRanks:

@@ -8,9 +8,9 @@ from itertools import groupby
 
 from torch import Tensor, nn
 
-from fsdp_runtime.model.stages import whole_entries
+from fsdp_runtime.model.stages import recorded_meshes, whole_entries
 from fsdp_runtime.model.state import StateEntry, state_entries
-from fsdp_runtime.sharded.collectives import ModelRanks, model_mesh, ranks_of, recorded_meshes, world_ranks
+from fsdp_runtime.sharded.collectives import ModelRanks, model_mesh, ranks_of, world_ranks
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.stages import StageRanks
 

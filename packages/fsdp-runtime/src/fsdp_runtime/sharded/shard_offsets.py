@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import Replicate as Replicated
 
-from fsdp_runtime._torch_compat import is_strided
-from fsdp_runtime.errors import WeightsError
+from fsdp_runtime._torch_compat import is_strided, local_tensor
+from fsdp_runtime.errors import ConversionError, WeightsError
+from fsdp_runtime.model.state import StateEntry
 from tp_plans import Replicate, Shard
 from tp_plans.boxes import Box, MeshLayout, ShardStep, StridedShard, box_shape, volume
 from tp_plans.boxes import shard_steps as plan_steps
@@ -40,6 +41,19 @@ def require_layouts(tensors: Mapping[str, Tensor]) -> None:
                 dtensor_box(tensor)
             except WeightsError as error:
                 raise WeightsError(f"{name}: {error}") from None
+
+
+def require_plain_shards(entries: Sequence[StateEntry]) -> None:
+    """Check that this rank's part of each tensor is known, and no quantization library's tensor subclass."""
+    plain = (Tensor, nn.Parameter, nn.Buffer)
+    quantized = [entry for entry in entries if type(local_tensor(entry.tensor)) not in plain]
+    if quantized:
+        raise ConversionError(
+            f"{len(quantized)} weights are of class {type(local_tensor(quantized[0].tensor)).__name__}, first "
+            f"{quantized[0].names[0]}: quantized weights are neither loaded nor streamed; dequantize the model, or "
+            "quantize it at the receiver"
+        )
+    require_layouts({entry.names[0]: entry.tensor for entry in entries})
 
 
 def local_box(

@@ -13,11 +13,11 @@ from fsdp_runtime._peft_compat import BaseModel
 from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import ConversionError, OptionError
-from fsdp_runtime.model.state import StateEntry, require_unquantized
+from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk, local_part, slices_of
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
-from fsdp_runtime.sharded.shard_offsets import require_layouts
+from fsdp_runtime.sharded.shard_offsets import require_plain_shards
 from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, exact_dtype, lora_factors, merge_lora
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.naming import Names, exported_names
@@ -70,11 +70,10 @@ def export_groups(
     if option is not None and not (isinstance(option, torch.dtype) and option.is_floating_point):
         raise OptionError(f"dtype={dtype!r}: weights are exported in a floating-point dtype, such as torch.bfloat16")
     base_entries = base_state_entries(base, entries, exported=True)
-    require_unquantized(base_entries)
+    require_plain_shards(base_entries)
     base_entries = dequantized_entries(base_entries)
     factors = lora_factors(base, entries, base_entries)
     tensors, mapping = exported_names(base.module, base_entries, names)
-    require_layouts(tensors)
     fixed_dtypes = {} if dtype is None else kept_dtypes(base.module, tensors, dtype)
     specs = {
         name: TensorSpec(tuple(t.shape), fixed_dtypes.get(name, dtype) if dtype and t.is_floating_point() else t.dtype)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,26 +13,19 @@ from torch import nn
 from fsdp_runtime._peft_compat import base_of
 from fsdp_runtime._transformers_compat.conversions import remember_rules
 from fsdp_runtime._transformers_compat.generation import read_generation_settings
-from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, source_folder
-from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all
-from fsdp_runtime.sharded.chunks import fill_from, fill_local
+from fsdp_runtime.model.state import refresh_buffers, reshard_all
 from fsdp_runtime.sharded.collectives import first_rank_speaks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.model_state import ModelState
-from fsdp_runtime.sharded.shard_offsets import require_layouts
+from fsdp_runtime.sharded.shard_offsets import require_plain_shards
 from fsdp_runtime.values import require_no_removed
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
-from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
-from fsdp_runtime.weights.naming import WeightMap
-from fsdp_runtime.weights.new_modules import deviation, how_to_load, initial_value, map_into, submodule
-from fsdp_runtime.weights.quantize.packed import fill_packed, packed_weight
+from fsdp_runtime.weights.hub_checkpoint import open_on_all
+from fsdp_runtime.weights.new_modules import submodule
 from fsdp_runtime.weights.quantize.stored import read_stored_weights
-from fsdp_runtime.weights.stored_values import ValueSources, differing_ties, require_equal_ties
-
-logger = logging.getLogger(__name__)
-
+from fsdp_runtime.weights.stored_source import StoredSource, require_equal_ties
 
 #: Options of earlier releases.
 _REMOVED = {
@@ -141,15 +133,12 @@ def load_weights(
                 base_entries = base_state_entries(base, state.whole)
                 own_entries = [entry for entry in base_entries if not entry.is_absent]
                 require_materialized_adapters(base, state.entries)
-                require_layouts({entry.names[0]: entry.tensor for entry in own_entries})
-                require_unquantized(own_entries)
-                weights = map_into(base.module, prefix, base_entries, checkpoint.tensors)
-                names = {entry.names[0]: weights.name_of(entry) for entry in base_entries}
-                _compare(base.module, base_entries, names, weights, checkpoint, new_modules or {}, strict=strict)
-                sources = ValueSources(weights, checkpoint)
-                ties = list(differing_ties(own_entries, sources))
+                require_plain_shards(own_entries)
+                source = StoredSource(checkpoint, base.module, base_entries, new_modules or {}, prefix)
+                source.require_fit(strict=strict)
+                ties = list(source.differing_ties(own_entries))
                 folder = checkpoint.folder or source_folder(inner)
-                generates = weights.rules is not None and inner.can_generate()
+                generates = source.weights.rules is not None and inner.can_generate()
                 matched.value = ties, read_generation_settings(folder) if folder and generates else None
             require_equal_ties([tie for ties, _ in matched.values.values() for tie in ties])
             with raise_on_all(ranks):
@@ -158,80 +147,11 @@ def load_weights(
             present = refresh_buffers(own_entries)
             with raise_on_all(ranks):
                 for entry in present:
-                    name, packed = names[entry.names[0]], packed_weight(entry)
-                    if name is not None and packed is not None:
-                        fill_packed(entry.tensor, packed, *sources(name), checkpoint.read_codes)
-                    elif name is not None:
-                        fill_local(entry.tensor, *sources(name))
-                    else:
-                        fill_from(entry.tensor, initial_value(base.module, entry, new_modules or {}))
+                    source.fill(entry)
                 checkpoint.require_unchanged()
-    if weights.rules is not None:
-        remember_rules(inner, weights.rules)
+    if source.weights.rules is not None:
+        remember_rules(inner, source.weights.rules)
     adopt(inner, folder, matched.values[ranks.global_first][1])
     if training is not None:
         model.train(training)
-    return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected))
-
-
-def _compare(
-    model: nn.Module,
-    entries: Sequence[StateEntry],
-    names: Mapping[str, str | None],
-    weights: WeightMap,
-    checkpoint: HubCheckpoint,
-    new: Mapping[str, float],
-    *,
-    strict: bool,
-) -> None:
-    """Refuse a checkpoint that does not fit the model, from headers only; warn of missing and unexpected tensors.
-
-    ``names`` maps an entry's first name to its name in ``weights``, or to ``None``.
-    """
-    lacking = [name for name, stored in names.items() if stored is None]
-    problems = {
-        name: problem
-        for entry in entries
-        if (problem := _problem(entry, names[name := entry.names[0]], weights, checkpoint)) is not None
-        and (name not in lacking or deviation(entry, new) is None or packed_weight(entry) is not None)
-    }
-    if problems:
-        listed = "\n  ".join(problems.values())
-        missing = [name for name in problems if name in lacking]
-        fix = how_to_load(model, entries, missing, checkpoint.tensors, new)
-        raise MismatchError(f"the checkpoint does not fit the model in {len(problems)} tensors:\n  {listed}{fix}")
-    if lacking:
-        logger.warning("the checkpoint lacks %s: initial values are drawn", ", ".join(lacking))
-    if weights.unexpected:
-        listed = ", ".join(weights.unexpected)
-        message = f"the checkpoint has {len(weights.unexpected)} tensors that the model lacks: {listed}"
-        if strict:
-            raise MismatchError(f"{message}; pass strict=False to load the others")
-        logger.warning("%s", message)
-
-
-#: Dtypes of floating-point weights that are not quantized.
-_FLOATING = {"F64", "F32", "F16", "BF16"}
-
-
-def _problem(entry: StateEntry, name: str | None, weights: WeightMap, checkpoint: HubCheckpoint) -> str | None:
-    packed = packed_weight(entry)
-    shape = tuple(entry.tensor.shape) if packed is None else packed.shape
-    if name is None:
-        return f"{' = '.join(entry.names)}: missing; the model has shape {shape}"
-    origin = weights.by_model_name[name]
-    stored = [checkpoint.tensors[part] for part in origin.stored]
-    if origin.stored == (name,):
-        label = name
-    else:
-        label = f"{name} (stored as {', '.join(origin.stored[:2])}{', ...' * (len(origin.stored) > 2)})"
-    files = " and ".join(sorted({str(part.file) for part in stored}))
-    if origin.shape != shape:
-        return f"{label}: shape {origin.shape} in {files}, {shape} in the model"
-    dtype = entry.tensor.dtype if packed is None else packed.dtype
-    if dtype.is_floating_point and (quantized := {part.dtype for part in stored} - _FLOATING):
-        return (
-            f"{label}: {', '.join(sorted(quantized))} in {files} needs scales to be converted to {dtype}: "
-            "dequantize the checkpoint first"
-        )
-    return None
+    return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(source.weights.unexpected))

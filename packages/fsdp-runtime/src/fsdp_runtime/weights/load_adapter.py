@@ -18,7 +18,6 @@ from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
 from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
-from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.sharded.chunks import fill_from, fill_local, identity_chunk
 from fsdp_runtime.sharded.collectives import raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.model_state import ModelState
@@ -155,7 +154,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
 
 
 def _materialize(model: nn.Module, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:
-    device = torch.device("cpu") if offloads_to_cpu(model) else compute_device(entries, runtime_state(model).mesh)
+    device = torch.device("cpu") if offloads_to_cpu(model) else compute_device(model, entries)
     for tensor in tensors:
         if isinstance(tensor, nn.Parameter) and tensor.is_meta:
             materialize_parameter(tensor, device)

@@ -34,6 +34,7 @@ class TensorOrigin:
     stored: tuple[str, ...]
     chunks: Sequence[Chunk] | None  # of the stored tensors; ``None``: run the conversion
     conversion: Conversion | None = None  # ``None`` if the tensor is stored without a conversion
+    output: str = ""  # the tensor's name among the conversion's outputs
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,18 @@ class WeightMap:
         return next((name for name in entry.names if name in self.by_model_name), None)
 
 
-def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]) -> WeightMap:
-    """Match a checkpoint's tensors with the model's tensors."""
-    known = {name for entry in entries for name in entry.names}
+def map_weights(
+    model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor], prefix: str = ""
+) -> WeightMap:
+    """Match a checkpoint's tensors with the tensors of the module at ``prefix``, under their names in the model."""
+    model, start = model.get_submodule(prefix), f"{prefix}." if prefix else ""
+    known = {name.removeprefix(start) for entry in entries for name in entry.names if name.startswith(start)}
     is_transformers = is_transformers_model(model)
     mapping = Translation({name: name for name in stored}, ())
     if is_transformers:
         mapping = checkpoint_to_model(model, stored, known)
     origins = {
-        target: TensorOrigin(stored[name].shape, (name,), [identity_chunk(name, stored[name].shape)])
+        start + target: TensorOrigin(stored[name].shape, (name,), [identity_chunk(name, stored[name].shape)])
         for name, target in mapping.renamed.items()
         if target in known
     }
@@ -67,7 +71,7 @@ def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping
         for target, result in trace_conversion(conversion, specs).items():
             chunks = result.chunks
             used = conversion.sources if chunks is None else tuple(dict.fromkeys(chunk.source for chunk in chunks))
-            origins[target] = TensorOrigin(result.shape, used, chunks, conversion)
+            origins[start + target] = TensorOrigin(result.shape, used, chunks, conversion, target)
     reported = [n for n, target in unexpected.items() if not (is_transformers and is_ignored_on_load(model, target))]
     return WeightMap(origins, reported, mapping.rules if is_transformers else None)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.weights.hub_checkpoint import HubTensor
-from fsdp_runtime.weights.naming import WeightMap, map_weights
+from fsdp_runtime.weights.naming import map_weights
 
 #: Suggested standard deviation for a model without a config: transformers' default.
 _DEVIATION = 0.02
@@ -29,33 +27,6 @@ def submodule(model: nn.Module, option: str, path: str) -> nn.Module:
         raise OptionError(
             f"{option}: {type(model).__name__} has no module {path!r}; write a path such as {heads}"
         ) from error
-
-
-def map_into(
-    model: nn.Module, prefix: str, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]
-) -> WeightMap:
-    """Match a checkpoint's tensors with the tensors of the module at ``prefix``, under their names in the model."""
-    if not prefix:
-        return map_weights(model, entries, stored)
-    start = f"{prefix}."
-    inside = []
-    for entry in entries:
-        if names := tuple(name.removeprefix(start) for name in entry.names if name.startswith(start)):
-            inside.append(replace(entry, names=names))
-    weights = map_weights(model.get_submodule(prefix), inside, stored)
-    conversions: dict[int, Conversion] = {}
-
-    def renamed(conversion: Conversion) -> Conversion:
-        def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {f"{start}{name}": tensor for name, tensor in conversion.run(tensors).items()}
-
-        return conversions.setdefault(id(conversion), replace(conversion, run=run))  # one object for all outputs
-
-    origins = {
-        f"{start}{name}": replace(origin, conversion=origin.conversion and renamed(origin.conversion))
-        for name, origin in weights.by_model_name.items()
-    }
-    return replace(weights, by_model_name=origins)
 
 
 def deviation(entry: StateEntry, new: Mapping[str, float]) -> float | None:
@@ -128,7 +99,7 @@ def _fills(
     inside = [entry for entry in entries if any(name.startswith(f"{prefix}.") for name in entry.names)]
     if not inside or not {entry.names[0] for entry in inside} <= {*missing}:
         return False
-    weights = map_into(model, prefix, entries, stored)
+    weights = map_weights(model, entries, stored, prefix)
     return all(weights.name_of(entry) is not None for entry in inside)
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import StateEntry
-from fsdp_runtime.sharded.chunks import Chunk, ReadBox, fill_box, in_dims, inside, local_part
+from fsdp_runtime.sharded.chunks import Chunk, ReadBox, in_dims, inside, local_part, read_box
 from fsdp_runtime.values import require_one_of
 from fsdp_runtime.weights.quantize.kernels import FP8, FP8_MAX, to_fp4
-from tp_plans.boxes import Box, box_shape, split_box
+from tp_plans.boxes import Box, split_box
 
 PackedKind = Literal["nf4", "int4", "int8", "fp8", "mxfp4"]
 #: The elements of a block by default.
@@ -198,8 +198,7 @@ def fill_packed(tensor: Tensor, weight: PackedWeight, chunks: Sequence[Chunk], r
     for rows in split_box(values_box, max(_AT_ONCE // 4, stop - start)):
         target = part[inside(values_box, rows)[:-1]]
         if not _copy_codes(target, rows, weight, chunks, codes):
-            values = torch.empty(box_shape(weight.turned(rows)), dtype=weight.dtype)
-            fill_box(values, weight.turned(rows), chunks, read)
+            values = read_box(weight.turned(rows), weight.dtype, chunks, read)
             target.copy_(weight.quantize(values.to(part.device)).view(torch.uint8))
 
 
