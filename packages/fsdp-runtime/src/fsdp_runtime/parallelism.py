@@ -67,19 +67,12 @@ ORDER: tuple[type[Step[Any]], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class Parallelism:
-    """What to do with a model on a mesh; the result of :func:`resolve_parallelism`.
+    """What to do with a model on a mesh; the result of :func:`resolve_parallelism`."""
 
-    Args:
-        setup: the model's structure, the meshes and the checked plan.
-        steps: the steps in order, each with the result of its check.
-        groups: this rank's group on each axis.
-        has_values: whether any rank has a parameter off the meta device; the ranks then compare values.
-    """
-
-    setup: Setup
-    steps: tuple[tuple[Step[Any], Any], ...]
-    groups: tuple[ProcessGroup, ...] = ()
-    has_values: bool = False
+    setup: Setup  # the model's structure, the meshes and the checked plan
+    steps: tuple[tuple[Step[Any], Any], ...]  # the steps in order, each with the result of its check
+    groups: tuple[ProcessGroup, ...] = ()  # this rank's group on each axis
+    has_values: bool = False  # whether any rank has a parameter off the meta device; the ranks then compare values
 
     @property
     def structure(self) -> ModelStructure:

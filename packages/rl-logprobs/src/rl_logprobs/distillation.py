@@ -24,15 +24,10 @@ from rl_logprobs.tensors import require_same_device, statistics_dtype
 
 
 class TopTokens(NamedTuple):
-    """The most probable tokens of each position, in descending order of probability.
+    """The most probable tokens of each position, in descending order of probability."""
 
-    Attributes:
-        ids: ``[..., k]`` int64 vocabulary ids.
-        logprobs: ``[..., k]`` float32 (float64 for float64 logits) log-probabilities.
-    """
-
-    ids: torch.Tensor
-    logprobs: torch.Tensor
+    ids: torch.Tensor  # ``[..., k]`` int64 vocabulary ids
+    logprobs: torch.Tensor  # ``[..., k]`` float32 (float64 for float64 logits) log-probabilities
 
 
 @torch.no_grad()

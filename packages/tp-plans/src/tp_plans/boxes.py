@@ -110,17 +110,11 @@ MeshLayout = Replicate | Shard | StridedShard
 
 @dataclass(frozen=True, slots=True)
 class ShardStep:
-    """One sharding of a tensor: dim ``dim`` of the part left by earlier steps, into ``num_chunks`` over an axis.
+    """One sharding of a tensor: dim ``dim`` of the part left by earlier steps, into ``num_chunks`` over an axis."""
 
-    Args:
-        axis: index of the mesh axis.
-        dim: the tensor dim.
-        num_chunks: size of the mesh axis.
-    """
-
-    axis: int
-    dim: int
-    num_chunks: int
+    axis: int  # index of the mesh axis
+    dim: int  # the tensor dim
+    num_chunks: int  # size of the mesh axis
 
     def chunk_size(self, size: int) -> int:
         """Return the size of a full chunk of ``size``; as in ``torch.chunk``, the last chunks are shorter or empty."""

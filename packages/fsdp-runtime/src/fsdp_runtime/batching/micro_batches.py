@@ -28,16 +28,12 @@ class MicroBatches(Generic[RowT]):
     """The rows of every rank and micro-batch; the result of :func:`pack` and :func:`pack_tree`.
 
     The same samples give the same packing on every rank, so that no communication is needed.
-
-    Args:
-        items: the assigned items: tokens and work of each item, and the capacity of a row.
-        assignment: for each micro-batch, the items of one row for each rank.
-        make_row: builds a row from its items.
     """
 
-    items: Items = field(repr=False)
+    items: Items = field(repr=False)  # the assigned items: tokens and work of each item, and the capacity of a row
+    # for each micro-batch, the items of one row for each rank
     assignment: Sequence[Sequence[Sequence[int]]] = field(repr=False)
-    make_row: Callable[[Sequence[int]], RowT] = field(repr=False)
+    make_row: Callable[[Sequence[int]], RowT] = field(repr=False)  # builds a row from its items
 
     @property
     def ranks(self) -> int:

@@ -20,36 +20,25 @@ from fsdp_runtime.wrap import effects_of
 
 @dataclass(frozen=True)
 class ParallelismReport:
-    """The parallelism of a model, read from the model itself.
+    """The parallelism of a model, read from the model itself."""
 
-    Args:
-        fsdp_modules: modules that FSDP2 gathers and frees as one group, the root as ``""``.
-        recomputing: modules that recompute their activations in backward.
-        compiled: modules that are compiled in place.
-        attention: the kernel of each attention module over packed rows or ``cp``: ``"varlen"``, ``"flex"``,
-            ``"batches"`` of documents, ``"tiles"`` of a ring, or ``"mask"``, which holds a mask of all pairs of tokens.
-        wrapped: the wrappers around the forward of a module, the outermost first.
-        sharded: the mesh axes that each sharded parameter is sharded over.
-        replicated: parameters that are replicated over all axes.
-        local_bytes: bytes of all parameters on this rank.
-        full_bytes: bytes of all parameters of the model.
-        quantized: the format of each weight in packed bytes, such as ``"nf4, blocks of 64"``.
-        not_quantized: the matrices that keep their dtype beside a quantized base or float8 layers, with the reason.
-        stages: the first and the last block of each pipeline stage on this rank, by its number; parameters and bytes
-            are of these stages.
-    """
-
-    fsdp_modules: tuple[str, ...]
-    recomputing: tuple[str, ...]
-    compiled: tuple[str, ...]
+    fsdp_modules: tuple[str, ...]  # modules that FSDP2 gathers and frees as one group, the root as ``""``
+    recomputing: tuple[str, ...]  # modules that recompute their activations in backward
+    compiled: tuple[str, ...]  # modules that are compiled in place
+    # the kernel of each attention module over packed rows or ``cp``: ``"varlen"``, ``"flex"``, ``"batches"`` of
+    # documents, ``"tiles"`` of a ring, or ``"mask"``, which holds a mask of all pairs of tokens
     attention: Mapping[str, str]
-    wrapped: Mapping[str, tuple[str, ...]]
-    sharded: Mapping[str, tuple[str, ...]]
-    replicated: tuple[str, ...]
-    local_bytes: int
-    full_bytes: int
+    wrapped: Mapping[str, tuple[str, ...]]  # the wrappers around the forward of a module, the outermost first
+    sharded: Mapping[str, tuple[str, ...]]  # the mesh axes that each sharded parameter is sharded over
+    replicated: tuple[str, ...]  # parameters that are replicated over all axes
+    local_bytes: int  # bytes of all parameters on this rank
+    full_bytes: int  # bytes of all parameters of the model
+    # the format of each weight in packed bytes, such as ``"nf4, blocks of 64"``
     quantized: Mapping[str, str] = field(default_factory=dict)
+    # the matrices that keep their dtype beside a quantized base or float8 layers, with the reason
     not_quantized: Mapping[str, str] = field(default_factory=dict)
+    # the first and the last block of each pipeline stage on this rank, by its number; parameters and bytes are of these
+    # stages
     stages: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -34,18 +34,12 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """The bytes that one call of :func:`offload` or :func:`onload` moved on this rank.
+    """The bytes that one call of :func:`offload` or :func:`onload` moved on this rank."""
 
-    Args:
-        bytes_moved: bytes by part; a storage that several parts share is counted in the first part.
-        allocated_before: bytes allocated on the device before the call; ``None`` on CPU, where allocation is not
-            tracked.
-        allocated_after: bytes allocated on the device after the call.
-    """
-
-    bytes_moved: Mapping[Part, int]
+    bytes_moved: Mapping[Part, int]  # bytes by part; a storage that several parts share is counted in the first part
+    # bytes allocated on the device before the call; ``None`` on CPU, where allocation is not tracked
     allocated_before: int | None
-    allocated_after: int | None
+    allocated_after: int | None  # bytes allocated on the device after the call
 
     @property
     def total(self) -> int:

@@ -16,19 +16,12 @@ _FIRST_PORT, _PORTS = 20000, 10000
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of one process in a job.
+    """The place of one process in a job."""
 
-    Args:
-        rank: index among all processes.
-        world_size: number of processes.
-        local_rank: index among the processes of its machine; also the index of its device.
-        init_method: rendezvous URL for ``init_process_group``; ``None`` for a single process.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int | None = None
-    init_method: str | None = None
+    rank: int = 0  # index among all processes
+    world_size: int = 1  # number of processes
+    local_rank: int | None = None  # index among the processes of its machine; also the index of its device
+    init_method: str | None = None  # rendezvous URL for ``init_process_group``; ``None`` for a single process
 
 
 def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo:

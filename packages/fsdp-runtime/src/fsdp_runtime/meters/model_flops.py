@@ -21,19 +21,12 @@ _TRAINED, _FROZEN = 3, 2
 
 @dataclass(frozen=True)
 class AttentionFlops:
-    """The attention of one block.
+    """The attention of one block."""
 
-    Args:
-        per_pair: operations of the forward for one query and one key that it attends to, over all heads.
-        causal: a query attends to itself and earlier tokens; else to the whole sequence.
-        window: the most keys of a query; ``None`` without a bound.
-        chunk: attention stays within chunks of this many tokens; ``None`` without chunks.
-    """
-
-    per_pair: int
-    causal: bool = True
-    window: int | None = None
-    chunk: int | None = None
+    per_pair: int  # operations of the forward for one query and one key that it attends to, over all heads
+    causal: bool = True  # a query attends to itself and earlier tokens; else to the whole sequence
+    window: int | None = None  # the most keys of a query; ``None`` without a bound
+    chunk: int | None = None  # attention stays within chunks of this many tokens; ``None`` without chunks
 
     def pairs(self, length: int) -> int:
         """Return the pairs of a query and a key in one sequence."""

@@ -26,31 +26,20 @@ from fsdp_runtime.values import PEAK_FLOPS
 
 @dataclass(frozen=True)
 class StepValues:
-    """The measured values of one step.
+    """The measured values of one step."""
 
-    Args:
-        seconds: wall time on this rank.
-        phases: seconds by phase.
-        tokens: tokens of all ranks.
-        ranks: ranks that shared the work.
-        flops: operations that the model needs for the tokens of all ranks (:class:`ModelFlops`).
-        peak_flops: operations per second of one device; ``None`` if unknown.
-        peak_bytes: the largest allocated memory of this rank's device by phase; empty on a CPU.
-        host_bytes: the largest number of bytes that activations of this rank took on the host.
-        bytes_sent: the least bytes that this rank sent, by axis, in the last step with counted traffic.
-        float8_flops: the part of ``flops`` in float8.
-    """
-
-    seconds: float
-    phases: dict[str, float]
-    tokens: int
-    ranks: int
-    flops: float
-    peak_flops: float | None = None
+    seconds: float  # wall time on this rank
+    phases: dict[str, float]  # seconds by phase
+    tokens: int  # tokens of all ranks
+    ranks: int  # ranks that shared the work
+    flops: float  # operations that the model needs for the tokens of all ranks (:class:`ModelFlops`)
+    peak_flops: float | None = None  # operations per second of one device; ``None`` if unknown
+    # the largest allocated memory of this rank's device by phase; empty on a CPU
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    # the least bytes that this rank sent, by axis, in the last step with counted traffic
     bytes_sent: dict[str, int] = field(default_factory=dict)
-    host_bytes: int = 0
-    float8_flops: float = 0.0
+    host_bytes: int = 0  # the largest number of bytes that activations of this rank took on the host
+    float8_flops: float = 0.0  # the part of ``flops`` in float8
 
     @property
     def tokens_per_second(self) -> float:

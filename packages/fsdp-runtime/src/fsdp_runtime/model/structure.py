@@ -15,17 +15,11 @@ from tp_plans.naming import FUSED_QKV, HEAD_DIM, KEY, KV_GROUPS, QUERY
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The heads of one block's attention.
+    """The heads of one block's attention."""
 
-    Args:
-        query: number of query heads.
-        key_value: number of key and value heads, fewer than ``query`` under grouped-query attention.
-        dim: features per head.
-    """
-
-    query: int
-    key_value: int
-    dim: int
+    query: int  # number of query heads
+    key_value: int  # number of key and value heads, fewer than ``query`` under grouped-query attention
+    dim: int  # features per head
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,17 +30,11 @@ _BEYOND_FACTORS = ("modules_to_save", "use_dora", "lora_bias", "trainable_token_
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """One update of adapters.
+    """One update of adapters."""
 
-    Args:
-        version: the version that the server now serves.
-        names: the server's name of each adapter; requests give it as ``model``.
-        nbytes: bytes of the adapters' tensors, which are all that the server reads.
-    """
-
-    version: int
-    names: Mapping[str, str]
-    nbytes: int
+    version: int  # the version that the server now serves
+    names: Mapping[str, str]  # the server's name of each adapter; requests give it as ``model``
+    nbytes: int  # bytes of the adapters' tensors, which are all that the server reads
 
 
 class AdapterTransfer:

@@ -30,21 +30,13 @@ NO_VERSION = -1
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Result of one update on this rank.
+    """Result of one update on this rank."""
 
-    Args:
-        version: the version that the destination ranks now hold.
-        full_ranks: the destination ranks that received all of their weights.
-        bytes_sent: bytes that this rank sent.
-        bytes_received: bytes that this rank received.
-        bytes_full: bytes that this rank would have sent and received in a full update.
-    """
-
-    version: int
-    full_ranks: tuple[int, ...]
-    bytes_sent: int
-    bytes_received: int
-    bytes_full: int
+    version: int  # the version that the destination ranks now hold
+    full_ranks: tuple[int, ...]  # the destination ranks that received all of their weights
+    bytes_sent: int  # bytes that this rank sent
+    bytes_received: int  # bytes that this rank received
+    bytes_full: int  # bytes that this rank would have sent and received in a full update
 
 
 class _State(NamedTuple):

@@ -54,19 +54,13 @@ _SHARED: Mapping[str, Any] = {"optimizers": list, "scheduler": dict | None, "ext
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Result of :func:`load_training_state`: the values outside model, optimizer and scheduler.
+    """Result of :func:`load_training_state`: the values outside model, optimizer and scheduler."""
 
-    Args:
-        folder: the directory of the state.
-        step: the step given at the save.
-        extra: the user's own data.
-        rng_restored: whether the random number generators were restored.  They are unchanged if the mesh differs from
-            the saved mesh in axes or sizes.
-    """
-
-    folder: Path
-    step: int
-    extra: dict[str, Any]
+    folder: Path  # the directory of the state
+    step: int  # the step given at the save
+    extra: dict[str, Any]  # the user's own data
+    # whether the random number generators were restored.  They are unchanged if the mesh differs from the saved mesh in
+    # axes or sizes
     rng_restored: bool
 
 

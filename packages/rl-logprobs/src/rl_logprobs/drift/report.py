@@ -10,40 +10,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Drift:
-    """The distance of two sets of log-probabilities of the same tokens, in nats.
+    """The distance of two sets of log-probabilities of the same tokens, in nats."""
 
-    Args:
-        mean_absolute: mean of ``|generator - trainer|``.
-        mean: mean of ``generator - trainer``; positive where the generator gave its tokens more probability.
-        largest: the largest ``|generator - trainer|``.
-        kl: the k3 estimate of ``KL(generator || trainer)`` from the generator's tokens.
-        ratio: mean of ``exp(trainer - generator)``, the importance ratio; 1 in expectation for equal policies.
-    """
-
-    mean_absolute: float
-    mean: float
-    largest: float
-    kl: float
-    ratio: float
+    mean_absolute: float  # mean of ``|generator - trainer|``
+    mean: float  # mean of ``generator - trainer``; positive where the generator gave its tokens more probability
+    largest: float  # the largest ``|generator - trainer|``
+    kl: float  # the k3 estimate of ``KL(generator || trainer)`` from the generator's tokens
+    ratio: float  # mean of ``exp(trainer - generator)``, the importance ratio; 1 in expectation for equal policies
 
 
 @dataclass(frozen=True)
 class DriftCause:
-    """One candidate.
-
-    Args:
-        name: its name.
-        step: the step at which it was found to be a cause, from 1; ``None`` for a candidate that is no cause.
-        moves: mean absolute change of the trainer's log-probabilities by this candidate, beside all causes, in nats.
-        alone: the drift that is left where the trainer takes over this candidate alone.
-        cumulative: the drift that is left after this step; ``None`` for a candidate that is no cause.
-    """
+    """One candidate."""
 
     name: str
-    step: int | None
+    step: int | None  # the step at which it was found to be a cause, from 1; ``None`` for a candidate that is no cause
+    # mean absolute change of the trainer's log-probabilities by this candidate, beside all causes, in nats
     moves: float
-    alone: Drift
-    cumulative: Drift | None
+    alone: Drift  # the drift that is left where the trainer takes over this candidate alone
+    cumulative: Drift | None  # the drift that is left after this step; ``None`` for a candidate that is no cause
 
     @property
     def is_cause(self) -> bool:
@@ -54,13 +39,6 @@ class DriftCause:
 @dataclass(frozen=True)
 class DriftReport:
     """The candidates that explain the drift between a generator and a trainer.
-
-    Args:
-        tokens: the number of tokens compared.
-        before: the drift of the trainer as it is.
-        after: the drift that is left when the trainer takes over all causes.
-        causes: every candidate: causes in the order in which they were found, then the others.
-        evaluations: how often the trainer's log-probabilities were computed.
 
     Example:
         >>> import torch
@@ -76,11 +54,11 @@ class DriftReport:
         all causes                                   0    1.0000
     """
 
-    tokens: int
-    before: Drift
-    after: Drift
-    causes: tuple[DriftCause, ...]
-    evaluations: int
+    tokens: int  # the number of tokens compared
+    before: Drift  # the drift of the trainer as it is
+    after: Drift  # the drift that is left when the trainer takes over all causes
+    causes: tuple[DriftCause, ...]  # every candidate: causes in the order in which they were found, then the others
+    evaluations: int  # how often the trainer's log-probabilities were computed
 
     def __getitem__(self, name: str) -> DriftCause:
         """Return one candidate by name."""

@@ -28,24 +28,16 @@ _DATA_AXES, _SAME_TOKENS = ("dp", "dp_replicate", "dp_shard"), ("tp", "pp")
 
 @dataclass(frozen=True, eq=False)
 class MeanWeights:
-    """The denominators of a mean over one global batch; made by ``mean_weights``.
+    """The denominators of a mean over one global batch; made by ``mean_weights``."""
 
-    Attributes:
-        per: the unit of equal weight: each token, each sequence or each group.
-        count: 0-d, the number of tokens, sequences or groups of the whole batch.
-        segment_tokens: ``[num_segments]``, the tokens of each sequence or group of the whole batch; None for tokens,
-            and where each row is a sequence.
-        length: the constant that replaces the number of tokens of a sequence, or None.
-        gradient_divide_factor: the divisor of the gradient reduction, which the loss is multiplied by.
-        cp_group: the ranks that hold other tokens of the same sequences, or None.
-    """
-
-    per: Per
-    count: torch.Tensor
+    per: Per  # the unit of equal weight: each token, each sequence or each group
+    count: torch.Tensor  # 0-d, the number of tokens, sequences or groups of the whole batch
+    # ``[num_segments]``, the tokens of each sequence or group of the whole batch; None for tokens, and where each row
+    # is a sequence
     segment_tokens: torch.Tensor | None
-    length: float | None
-    gradient_divide_factor: float
-    cp_group: dist.ProcessGroup | None
+    length: float | None  # the constant that replaces the number of tokens of a sequence, or None
+    gradient_divide_factor: float  # the divisor of the gradient reduction, which the loss is multiplied by
+    cp_group: dist.ProcessGroup | None  # the ranks that hold other tokens of the same sequences, or None
 
 
 @torch.no_grad()

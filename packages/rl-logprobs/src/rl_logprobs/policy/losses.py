@@ -17,21 +17,14 @@ MAX_LOG_RATIO = 20.0
 
 
 class PolicyLoss(NamedTuple):
-    """A policy objective of each token; all fields have the log-probabilities' shape and are 0 or false where masked.
+    """A policy objective of each token; fields have the log-probabilities' shape, and are 0 or false where masked."""
 
-    Attributes:
-        loss: the loss, differentiable.
-        ratio: probability under the policy over the probability under the old policy; for GSPO of the sequence.
-        clipped_low: bool, the ratio is below its range, and the token has no gradient for it.
-        clipped_high: bool, the ratio is above its range, and the token has no gradient for it.
-        dual_clipped: bool, the loss of a negative advantage is at its bound.
-    """
-
-    loss: torch.Tensor
+    loss: torch.Tensor  # the loss, differentiable
+    # probability under the policy over the probability under the old policy; for GSPO of the sequence
     ratio: torch.Tensor
-    clipped_low: torch.Tensor
-    clipped_high: torch.Tensor
-    dual_clipped: torch.Tensor
+    clipped_low: torch.Tensor  # bool, the ratio is below its range, and the token has no gradient for it
+    clipped_high: torch.Tensor  # bool, the ratio is above its range, and the token has no gradient for it
+    dual_clipped: torch.Tensor  # bool, the loss of a negative advantage is at its bound
 
 
 def ppo_loss(

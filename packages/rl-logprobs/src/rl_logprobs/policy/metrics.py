@@ -17,15 +17,10 @@ from rl_logprobs.tensors import require_same_device, wide_dtype
 
 @dataclass(frozen=True, eq=False)
 class RatioMetrics:
-    """Sums over the scored tokens of some micro-batches; add them, and take the ``values`` once per batch.
+    """Sums over the scored tokens of some micro-batches; add them, and take the ``values`` once per batch."""
 
-    Attributes:
-        sums: ``[quantities]``, in the order in which ``values`` reads them.
-        extremes: ``[2]``, the largest ratio and the negative of the least.
-    """
-
-    sums: torch.Tensor
-    extremes: torch.Tensor
+    sums: torch.Tensor  # ``[quantities]``, in the order in which ``values`` reads them
+    extremes: torch.Tensor  # ``[2]``, the largest ratio and the negative of the least
 
     def __add__(self, other: RatioMetrics) -> RatioMetrics:
         """Return the metrics of both parts."""

@@ -30,14 +30,6 @@ class TokenStatistics(NamedTuple):
 
     Every field has the shape of the logits' leading dims and is 0 where the target is ``ignore_index``.
 
-    Attributes:
-        logprobs: log-probability of the target.
-        logsumexp: log of the partition sum; its square is the z-loss of PaLM (arXiv:2204.02311, section 5).
-        entropy: entropy of the distribution, or None if it was not requested.
-        argmax: the most probable vocabulary id (the lowest of several), int64, or None if it was not requested.
-        target_rank: number of tokens with a larger logit than the target (0: none is more probable), int64, or None
-            if it was not requested.
-
     Example:
         >>> import torch
         >>> from rl_logprobs import TokenStatistics, token_statistics
@@ -45,10 +37,13 @@ class TokenStatistics(NamedTuple):
         True
     """
 
-    logprobs: torch.Tensor
-    logsumexp: torch.Tensor
-    entropy: torch.Tensor | None = None
+    logprobs: torch.Tensor  # log-probability of the target
+    logsumexp: torch.Tensor  # log of the partition sum; its square is the z-loss of PaLM (arXiv:2204.02311, section 5)
+    entropy: torch.Tensor | None = None  # entropy of the distribution, or None if it was not requested
+    # the most probable vocabulary id (the lowest of several), int64, or None if it was not requested
     argmax: torch.Tensor | None = None
+    # number of tokens with a larger logit than the target (0: none is more probable), int64, or None if it was not
+    # requested
     target_rank: torch.Tensor | None = None
 
 

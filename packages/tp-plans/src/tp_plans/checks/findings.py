@@ -12,19 +12,12 @@ from tp_plans.patterns import wildcard
 
 @dataclass(frozen=True)
 class Finding:
-    """One error or warning of a check.
+    """One error or warning of a check."""
 
-    Args:
-        severity: ``"error"`` where the model would fail or train wrongly, else ``"warning"``.
-        where: the pattern or module path.
-        message: the problem, with the numbers.
-        fix: the remedy.
-    """
-
-    severity: Literal["error", "warning"]
-    where: str
-    message: str
-    fix: str
+    severity: Literal["error", "warning"]  # ``"error"`` where the model would fail or train wrongly, else ``"warning"``
+    where: str  # the pattern or module path
+    message: str  # the problem, with the numbers
+    fix: str  # the remedy
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.where or '(top)'}: {self.message}; {self.fix}"

@@ -12,19 +12,12 @@ from tp_plans.plan import Plan
 
 @dataclass(frozen=True)
 class CheckReport:
-    """All findings of one check.
-
-    Args:
-        plan: the plan.
-        tp: the size of the axis that was asked for.
-        findings: the findings, errors and warnings.
-        constraints: the sizes that the plan shards over the axis.
-    """
+    """All findings of one check."""
 
     plan: Plan
-    tp: int
-    findings: tuple[Finding, ...]
-    constraints: tuple[Constraint, ...] = ()
+    tp: int  # the size of the axis that was asked for
+    findings: tuple[Finding, ...]  # errors and warnings
+    constraints: tuple[Constraint, ...] = ()  # the sizes that the plan shards over the axis
 
     @property
     def errors(self) -> tuple[Finding, ...]:

@@ -27,19 +27,12 @@ _InputLayout = Layout | Literal["prepared"]
 
 @dataclass(frozen=True)
 class CollectiveSummary:
-    """The number of collectives of one kind.
+    """The number of collectives of one kind."""
 
-    Args:
-        kind: of the collective.
-        when: in the forward or the backward pass.
-        count: how often in one pass, over all places of the rule.
-        what: the tensors that are sent.
-    """
-
-    kind: Kind
-    when: When
-    count: int
-    what: str
+    kind: Kind  # of the collective
+    when: When  # in the forward or the backward pass
+    count: int  # how often in one pass, over all places of the rule
+    what: str  # the tensors that are sent
 
     def __str__(self) -> str:
         return f"{self.when}: {self.kind} x {self.count} ({self.what})"

@@ -22,21 +22,13 @@ from tp_plans.text import format_bytes, short_repr
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """One parameter of a model.
-
-    Args:
-        path: where it is.
-        shape: of the full tensor.
-        local_shape: the first rank's shape; later ranks store as much or less.
-        layout: on the axis; ``None`` where it stays a plain tensor, replicated.
-        size: bytes of the full tensor.
-    """
+    """One parameter of a model."""
 
     path: str
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    layout: Layout | None
-    size: int
+    shape: tuple[int, ...]  # of the full tensor
+    local_shape: tuple[int, ...]  # the first rank's shape; later ranks store as much or less
+    layout: Layout | None  # on the axis; ``None`` where it stays a plain tensor, replicated
+    size: int  # bytes of the full tensor
 
     @property
     def name(self) -> str:
@@ -46,40 +38,24 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class RuleExplanation:
-    """The effect of one rule.
-
-    Args:
-        pattern: the rule's pattern.
-        style: its style.
-        places: the modules that it matches, or the parameters for a bare parameter's rule.
-        parameters: their parameters.
-        collectives: the collectives that they cause.
-    """
+    """The effect of one rule."""
 
     pattern: str
     style: Style
-    places: tuple[str, ...]
+    places: tuple[str, ...]  # the modules that it matches, or the parameters for a bare parameter's rule
     parameters: tuple[ShardedParameter, ...]
-    collectives: tuple[CollectiveSummary, ...]
+    collectives: tuple[CollectiveSummary, ...]  # the collectives that they cause
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The effect of a plan on a model.
-
-    Args:
-        plan: the plan.
-        tp: the size of the axis.
-        rules: rule by rule.
-        rest: the parameters without a rule, which are replicated.
-        ep: the size of the axis of experts.
-    """
+    """The effect of a plan on a model."""
 
     plan: Plan
-    tp: int
+    tp: int  # the size of the axis
     rules: tuple[RuleExplanation, ...]
-    rest: tuple[ShardedParameter, ...]
-    ep: int = 1
+    rest: tuple[ShardedParameter, ...]  # the parameters without a rule, which are replicated
+    ep: int = 1  # the size of the axis of experts
 
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:

@@ -18,60 +18,40 @@ SEQUENCE_DIM = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLinear:
-    """A projection that is several in one matrix, one after another.
+    """A projection that is several in one matrix, one after another."""
 
-    Args:
-        name: the projection's name.
-        fused_sizes: their relative sizes in order, as in ``ColwiseParallel``.
-    """
-
-    name: str
-    fused_sizes: tuple[int | str, ...]
+    name: str  # the projection's name
+    fused_sizes: tuple[int | str, ...]  # their relative sizes in order, as in ``ColwiseParallel``
 
 
 @dataclass(frozen=True, kw_only=True)
 class SublayerSpec:
-    """A sub-layer of a block that goes column-wise in and row-wise out: attention or a (gated) MLP.
+    """A sub-layer of a block that goes column-wise in and row-wise out: attention or a (gated) MLP."""
 
-    Args:
-        path: where it sits in the block.
-        colwise: the projections that read the residual stream.
-        rowwise: the projection that writes to it.
-        multiple_of: the features between them are split in multiples of this: a number, or the name of an
-            attribute of the module at ``path``.
-        norms: norms inside that see one unit's features each (q and k norms per head): every rank sees only its
-            own units, so their gradients are partial sums.
-        kv_projections: the columns that hold key/value heads, which ranks may share.
-        kv_heads_attr: the attribute for the number of key/value heads, as in ``ParallelAttention``.
-        head_count_attrs: attributes that count heads or their features, as in ``ParallelAttention``.
-        replacement_linears: layers that replace the sub-layer's others in some blocks.
-        optional: parts of it that some models lack.
-    """
-
-    path: str
-    colwise: tuple[str | FusedLinear, ...]
-    rowwise: str
+    path: str  # where it sits in the block
+    colwise: tuple[str | FusedLinear, ...]  # the projections that read the residual stream
+    rowwise: str  # the projection that writes to it
+    # the features between them are split in multiples of this: a number, or the name of an attribute of the module at
+    # ``path``
     multiple_of: int | str = 1
+    # norms inside that see one unit's features each (q and k norms per head): every rank sees only its own units, so
+    # their gradients are partial sums
     norms: tuple[str, ...] = ()
-    kv_projections: tuple[str, ...] = ()
+    kv_projections: tuple[str, ...] = ()  # the columns that hold key/value heads, which ranks may share
+    # the attribute for the number of key/value heads, as in ``ParallelAttention``
     kv_heads_attr: str = "config.num_key_value_heads"
-    head_count_attrs: tuple[str, ...] = ()
-    replacement_linears: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
+    head_count_attrs: tuple[str, ...] = ()  # attributes that count heads or their features, as in ``ParallelAttention``
+    replacement_linears: tuple[str, ...] = ()  # layers that replace the sub-layer's others in some blocks
+    optional: tuple[str, ...] = ()  # parts of it that some models lack
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedSublayer:
-    """A sub-layer that computes the same on every rank, such as a recurrence; its large layers are stored split.
+    """A sub-layer that computes the same on every rank, such as a recurrence; its large layers are stored split."""
 
-    Args:
-        path: where it sits in the block.
-        linears: its linear layers; their features are gathered.
-        gathered_params: parameters that its code reads directly from layers below, as in ``GatheredParameters``.
-    """
-
-    path: str
-    linears: tuple[str, ...]
+    path: str  # where it sits in the block
+    linears: tuple[str, ...]  # its linear layers; their features are gathered
+    # parameters that its code reads directly from layers below, as in ``GatheredParameters``
     gathered_params: tuple[str, ...] = ()
 
 
@@ -88,35 +68,23 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """The names of a decoder-only language model's parts, from the class that has the head downwards.
+    """The names of a decoder-only language model's parts, from the class that has the head downwards."""
 
-    Args:
-        sublayers: the sub-layers of a block.
-        norms: the norms of a block on the residual stream.
-        root: the module that holds embedding, blocks and final norm.
-        embedding: the token embedding, under ``root``.
-        extra_embeddings: further embeddings under ``root``, which some models lack.
-        blocks: the pattern of a block, under ``root``.
-        final_norm: the norm after the last block, under ``root``.
-        lm_head: the output projection to the vocabulary, from the top.
-        merges_embeds_before_root: the embeddings are looked up and edited outside ``root`` (images are merged into the
-            text), so that under sequence parallelism ``root`` receives them in full.
-        gather_at_block_boundary: blocks compute with more than the residual stream, so that under sequence parallelism
-            they gather it as they begin and cut it as they end.
-        optional: norms and sub-layers, by path in the block, that some models lack.
-    """
-
-    sublayers: tuple[SublayerSpec | ReplicatedSublayer | ExpertsSpec, ...]
-    norms: tuple[str, ...]
-    root: str = "model"
-    embedding: str = "embed_tokens"
-    extra_embeddings: tuple[str, ...] = ()
-    blocks: str = "layers.*"
-    final_norm: str = "norm"
-    lm_head: str = "lm_head"
+    sublayers: tuple[SublayerSpec | ReplicatedSublayer | ExpertsSpec, ...]  # the sub-layers of a block
+    norms: tuple[str, ...]  # the norms of a block on the residual stream
+    root: str = "model"  # the module that holds embedding, blocks and final norm
+    embedding: str = "embed_tokens"  # the token embedding, under ``root``
+    extra_embeddings: tuple[str, ...] = ()  # further embeddings under ``root``, which some models lack
+    blocks: str = "layers.*"  # the pattern of a block, under ``root``
+    final_norm: str = "norm"  # the norm after the last block, under ``root``
+    lm_head: str = "lm_head"  # the output projection to the vocabulary, from the top
+    # the embeddings are looked up and edited outside ``root`` (images are merged into the text), so that under sequence
+    # parallelism ``root`` receives them in full
     merges_embeds_before_root: bool = False
+    # blocks compute with more than the residual stream, so that under sequence parallelism they gather it as they begin
+    # and cut it as they end
     gather_at_block_boundary: bool = False
-    optional: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # norms and sub-layers, by path in the block, that some models lack
 
 
 def decoder_plan(decoder: DecoderSpec, *, name: str, sequence_parallel: bool = False) -> Plan:
@@ -218,24 +186,15 @@ def _norm(stream: Layout) -> styles.Style:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model class, the names of its parts, and its capabilities.
+    """One model class, the names of its parts, and its capabilities."""
 
-    Args:
-        class_name: the class as a config's ``architectures`` names it.
-        model_type: the config's ``model_type``.
-        decoder: the names of its parts.
-        notes: the parts that are not split, with the reason.
-        sequence_parallel: whether it has a sequence-parallel form; ``notes`` says why not.
-        aliases: further names of the class.
-        adapt_plan: adapts the plan to a model's config, if names do not tell all.
-    """
-
-    class_name: str
-    model_type: str
-    decoder: DecoderSpec
-    notes: str = ""
-    sequence_parallel: bool = True
-    aliases: tuple[str, ...] = ()
+    class_name: str  # the class as a config's ``architectures`` names it
+    model_type: str  # the config's ``model_type``
+    decoder: DecoderSpec  # the names of its parts
+    notes: str = ""  # the parts that are not split, with the reason
+    sequence_parallel: bool = True  # whether it has a sequence-parallel form; ``notes`` says why not
+    aliases: tuple[str, ...] = ()  # further names of the class
+    # adapts the plan to a model's config, if names do not tell all
     adapt_plan: Callable[[Plan, Any], Plan] | None = None
 
     @property

@@ -28,15 +28,10 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint, as it is sent.
+    """A tensor of a checkpoint, as it is sent."""
 
-    Args:
-        shape: its full shape.
-        dtype: the dtype of the values that are sent, by torch's name (``"bfloat16"``).
-    """
-
-    shape: tuple[int, ...]
-    dtype: str = "bfloat16"
+    shape: tuple[int, ...]  # its full shape
+    dtype: str = "bfloat16"  # the dtype of the values that are sent, by torch's name (``"bfloat16"``)
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_SIZES:

@@ -13,21 +13,14 @@ from tp_plans.boxes import Box, volume
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block of a checkpoint tensor in a local tensor of a rank.
+    """A block of a checkpoint tensor in a local tensor of a rank."""
 
-    Args:
-        rank: the rank that stores it.
-        box: the part of the checkpoint tensor.
-        local: the name of the rank's local tensor.
-        offset: the index of the block's first element in the local tensor, one number per local dim.
-        dims: the local dim of each checkpoint dim, ``None`` for a dim that the local tensor lacks.  The block has size
-            1 in local dims that are not listed, as a single expert has in a stack of experts.
-    """
-
-    rank: int
-    box: Box
-    local: str
-    offset: tuple[int, ...]
+    rank: int  # the rank that stores it
+    box: Box  # the part of the checkpoint tensor
+    local: str  # the name of the rank's local tensor
+    offset: tuple[int, ...]  # the index of the block's first element in the local tensor, one number per local dim
+    # the local dim of each checkpoint dim, ``None`` for a dim that the local tensor lacks.  The block has size 1 in
+    # local dims that are not listed, as a single expert has in a stack of experts
     dims: tuple[int | None, ...]
 
     def local_box(self, box: Box) -> Box:

@@ -24,28 +24,18 @@ _CHOICE = b"2"
 
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """A box of a checkpoint tensor that one rank sends to another.
+    """A box of a checkpoint tensor that one rank sends to another."""
 
-    Args:
-        tensor: the checkpoint tensor.
-        box: the part of it.
-        source: the rank that sends.
-        destination: the rank that receives; the source itself where it stores the box already.
-        nbytes: bytes of the box in the dtype that is sent.
-        origin: the rank of the source layout that the box comes from, if ``source`` relays it; else ``None``.
-        position: the bytes of the plan's earlier transfers, the same on both ranks; transfers of a chain have one
-            position.
-        hop: the number of ranks that passed the box on earlier; with :attr:`direct`, that would have done so.
-    """
-
-    tensor: str
-    box: Box
-    source: int
-    destination: int
-    nbytes: int
+    tensor: str  # the checkpoint tensor
+    box: Box  # the part of it
+    source: int  # the rank that sends
+    destination: int  # the rank that receives; the source itself where it stores the box already
+    nbytes: int  # bytes of the box in the dtype that is sent
+    # the rank of the source layout that the box comes from, if ``source`` relays it; else ``None``
     origin: int | None = None
+    # the bytes of the plan's earlier transfers, the same on both ranks; transfers of a chain have one position
     position: int = 0
-    hop: int = 0
+    hop: int = 0  # the number of ranks that passed the box on earlier; with :attr:`direct`, that would have done so
 
     @property
     def is_local(self) -> bool:

@@ -18,17 +18,11 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class WrongPart:
-    """One part of a model (an embedding, a sub-layer, a head) that a plan splits wrongly.
+    """One part of a model (an embedding, a sub-layer, a head) that a plan splits wrongly."""
 
-    Args:
-        where: the module, as a pattern.
-        rules: the patterns of the plan that are its rules.
-        what: the difference from the full model.
-    """
-
-    where: str
-    rules: tuple[str, ...]
-    what: str
+    where: str  # the module, as a pattern
+    rules: tuple[str, ...]  # the patterns of the plan that are its rules
+    what: str  # the difference from the full model
 
     def __str__(self) -> str:
         return f"{self.where or '(top)'}: {self.what}; its rules: {', '.join(self.rules) or 'none'}"
@@ -36,25 +30,16 @@ class WrongPart:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """The result of one run of a plan.
+    """The result of one run of a plan."""
 
-    Args:
-        plan: the name of the plan.
-        tp: ranks that the model was split over.
-        ran: the model that was run, in words.
-        output_error: the largest error of the outputs, relative to their largest element.
-        gradient_errors: every parameter's largest error on any rank, relative to its gradient's largest element.
-        wrong: the parts that are split wrongly; empty if the plan is right.
-        error: the split model's exception, if it raised one.
-    """
-
-    plan: str
-    tp: int
-    ran: str
-    output_error: float = 0.0
+    plan: str  # the name of the plan
+    tp: int  # ranks that the model was split over
+    ran: str  # the model that was run, in words
+    output_error: float = 0.0  # the largest error of the outputs, relative to their largest element
+    # every parameter's largest error on any rank, relative to its gradient's largest element
     gradient_errors: Mapping[str, float] = field(default_factory=dict)
-    wrong: tuple[WrongPart, ...] = ()
-    error: str = ""
+    wrong: tuple[WrongPart, ...] = ()  # the parts that are split wrongly; empty if the plan is right
+    error: str = ""  # the split model's exception, if it raised one
 
     @property
     def right(self) -> bool:

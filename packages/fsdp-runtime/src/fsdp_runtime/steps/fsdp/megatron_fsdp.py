@@ -22,17 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MegatronFSDP:
-    """A checked call of ``megatron_fsdp.fully_shard_model``.
+    """A checked call of ``megatron_fsdp.fully_shard_model``."""
 
-    Args:
-        package: the imported module ``megatron_fsdp``.
-        mesh: the mesh.
-        keywords: keywords of ``fully_shard_model``.
-    """
-
-    package: Any
+    package: Any  # the imported module ``megatron_fsdp``
     mesh: DeviceMesh
-    keywords: Mapping[str, Any]
+    keywords: Mapping[str, Any]  # keywords of ``fully_shard_model``
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> tuple[nn.Module, Optimizer | None]:
         """Wrap the model, after any sharding over ``tp``, and let the optimizer step its shards."""

@@ -43,21 +43,15 @@ class LogitsMap:
 
 @dataclass(frozen=True, eq=False)
 class LMHeadParameters:
-    """The head of a language model during a forward, as ``forward_with_lm_head`` hands it to a function.
+    """The head of a language model during a forward, as ``forward_with_lm_head`` hands it to a function."""
 
-    Args:
-        weight: ``[vocab, features]``; over ``tp`` a DTensor sharded on the vocabulary, otherwise a plain tensor.  FSDP2
-            shards are gathered.  Low-rank adapters of the head are added in the weight's dtype.  A copy that an
-            adapter trains in full replaces the weight.
-        bias: ``[vocab]``, placed as the rows of ``weight``, or ``None``.
-        logit_scale: factor that the model applies to the head's output.
-        softcap: bound that the model applies to its logits, or ``None``.
-    """
-
+    # ``[vocab, features]``; over ``tp`` a DTensor sharded on the vocabulary, otherwise a plain tensor.  FSDP2 shards
+    # are gathered.  Low-rank adapters of the head are added in the weight's dtype.  A copy that an adapter trains in
+    # full replaces the weight.
     weight: Tensor
-    bias: Tensor | None
-    logit_scale: float
-    softcap: float | None
+    bias: Tensor | None  # ``[vocab]``, placed as the rows of ``weight``, or ``None``
+    logit_scale: float  # factor that the model applies to the head's output
+    softcap: float | None  # bound that the model applies to its logits, or ``None``
 
 
 HeadFunction = Callable[[Tensor, LMHeadParameters], Any]
