@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from coverage.measure import default_dtype
 from coverage.pipeline import PIPELINE_BOUND, measure_pipeline, pipeline_outcome
+from coverage.pipeline_routes import measure_routes
 from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import parallelize
 from fsdp_runtime.steps import Pipeline, forward_backward
@@ -69,6 +70,30 @@ def test_stages_on_two_ranks_match_the_whole_model(case: str, two_ranks: RankPoo
 def test_stages_with_another_axis_match_the_whole_model(case: str, four_ranks: RankPool) -> None:
     name, axes, options = FOUR_RANKS[case]
     _assert_right(four_ranks.run(measure_pipeline, name, axes, Pipeline(), **options))
+
+
+def _assert_routes_are_right(reports: list[dict[str, float]]) -> None:
+    for errors in reports:
+        assert not {name: error for name, error in errors.items() if not error <= PIPELINE_BOUND}
+
+
+def test_routes_and_balance_in_stages_match_the_whole_model(two_ranks: RankPool) -> None:
+    _assert_routes_are_right(two_ranks.run(measure_routes, "deepseek_v3", {"pp": 2}, Pipeline(microbatches=2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"pp": 2, "dp_shard": 2}, {"activation_checkpointing": "block"}),
+        ({"pp": 2, "tp": 2, "ep": 2}, {"sequence_parallel": True}),
+    ],
+)
+def test_routes_in_stages_with_another_axis_match_the_whole_model(
+    axes: dict[str, int], options: dict[str, Any], four_ranks: RankPool
+) -> None:
+    reports = four_ranks.run(measure_routes, "deepseek_v3", axes, Pipeline(microbatches=2), **options)
+    _assert_routes_are_right(reports)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_runtime import record_routes
+from fsdp_runtime import replay_routes
 from fsdp_runtime.mesh import require_axes
 from fsdp_runtime.steps import MultiTokenHeads, Pipeline, forward_backward, forward_only
 from fsdp_runtime.steps.pipeline.shapes import Sent
@@ -38,9 +38,12 @@ def _in_stages(call: Any, model: Any = None) -> None:
         call(staged)
 
 
-def _routes(model: Any) -> None:
-    with record_routes(model):
-        pass
+def refuse_routes(axes: Mapping[str, int]) -> None:
+    """Replay the routes of too few tokens in a schedule of a mixture."""
+    routes = torch.tensor([[[0, 1]] * 3] * 2)
+    mixture = parallelized(row("mixtral, batched"), axes, steps=(Pipeline(microbatches=2),))
+    with mixture as staged, replay_routes(staged, routes):
+        forward_only(staged, [{"input_ids": ids(1, 4)}] * 2)
 
 
 def _own() -> Any:
@@ -113,7 +116,8 @@ CASES: Provocations = {
         ),
         "OptionError: has neither input_ids": lambda: _scheduled(labels=ids(1, 4)),
     },
-    "fsdp_runtime/model/whole.py": {
-        "ModelError: does not support a model in pipeline stages": lambda: _in_stages(_routes),
+    "fsdp_runtime/steps/routing/replay.py": {
+        "ModelError: routes of pipeline stages are not sharded over cp": lambda: refuse_routes({**PP, "cp": 2}),
+        "RoutesError: give the routes of all micro-batches": lambda: refuse_routes(PP),
     },
 }

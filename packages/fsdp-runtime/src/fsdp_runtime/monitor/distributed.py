@@ -138,7 +138,7 @@ class DistributedMonitor(RankMonitor):
                 self._drain()
                 raise self._error() from error
             with suppress(RuntimeError):  # the store may be gone; the exception matters more
-                message = f"{type(error).__name__}: {error}"
+                message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
                 self._post(state="failed", message=message)
                 if self.rank == 0:
                     self._store.announce(LostRank(0, self._phase, f"raised {message}"))

@@ -28,6 +28,7 @@ from fsdp_runtime.steps.documents.documents import Documents
 from fsdp_runtime.steps.multi_token_layouts import head_layout
 from fsdp_runtime.wrap import Wrapper, hook_forward, hook_model, wrap
 
+
 class MultiTokenHeads:
     """Train the heads of a decoder that predict further tokens: head ``k`` predicts the token ``k + 1`` places ahead.
 
@@ -173,7 +174,9 @@ def _on_full_rows(call: Callable[..., Tensor], *states: Tensor) -> Tensor:
 def _lender(blocks: nn.ModuleList, config: Any, attention: str) -> Any:
     """Return the last block with the heads' type of attention, which shares its masks and rotary embeddings."""
     types = getattr(config, "layer_types", None) or [attention] * len(blocks)
-    alike = [block for block, kind in zip(blocks, types, strict=True) if kind == attention and hasattr(block, "self_attn")]
+    alike = [
+        block for block, kind in zip(blocks, types, strict=True) if kind == attention and hasattr(block, "self_attn")
+    ]
     if not alike:
         raise ModelError(f"multi-token heads need a block of {attention}: layer_types={types} has none")
     return alike[-1]

@@ -14,7 +14,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 
-
 #: Computations by torch's name; its other actions are communication.
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 

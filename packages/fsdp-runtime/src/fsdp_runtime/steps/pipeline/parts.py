@@ -62,6 +62,7 @@ class StagedModel:
     unused: frozenset[str] = frozenset()  # parameters without a gradient in the whole copy
     absent: tuple[str, ...] = ()  # parameters that this rank lacks
     state: tuple[StateEntry, ...] = ()  # of the whole model; all tensors are on meta
+    checks: list[Callable[[int], None]] = field(default_factory=list)  # of a schedule's number of tokens
     schedules: Any = None  # of the step, with the options of the user
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -29,11 +29,21 @@ class WholeRun:
         return call(*args, **kwargs)
 
 
+class Tokens(NamedTuple):
+    """The place of a micro-batch among the tokens of a schedule."""
+
+    micro_batch: int
+    start: int
+    count: int
+
+
 class StageRun:
     """One forward of a stage, from its received tensors to its sent ones."""
 
-    def __init__(self, staged: StagedModel, stage: int, received: Mapping[Value, Tensor]) -> None:
-        self.staged, self.stage, self.received = staged, stage, received
+    def __init__(
+        self, staged: StagedModel, stage: int, received: Mapping[Value, Tensor], tokens: Tokens | None = None
+    ) -> None:
+        self.staged, self.stage, self.received, self.tokens = staged, stage, received, tokens
         self.arrived = received
         self.first, self.end = staged.ranges[stage]
         self.captured: dict[Value, Tensor] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,8 +23,8 @@ from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.runtime_state import RUNTIME_STATE
 from fsdp_runtime.steps.pipeline.media import require_media_on_first_stage
 from fsdp_runtime.steps.pipeline.parts import StagedModel
-from fsdp_runtime.steps.pipeline.runs import RECORDED, StageRun, running, stage_inputs
-from fsdp_runtime.steps.pipeline.shapes import sent_shapes
+from fsdp_runtime.steps.pipeline.runs import RECORDED, StageRun, Tokens, running, stage_inputs
+from fsdp_runtime.steps.pipeline.shapes import rows_and_tokens, sent_shapes
 from fsdp_runtime.steps.pipeline.shared import summing_shared_gradients
 from fsdp_runtime.steps.pipeline.values import Value
 
@@ -137,14 +139,30 @@ class _Stage(PipelineStage):
 
     # torch divides batches into equal parts of tensors; micro-batches here are dicts of any shapes.
     forward: Callable[..., Any]
+    errors: list[Exception]  # of all stages of the rank
     micro_batch = 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.micro_batch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self.locating("backward", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def locating(self, direction: str, micro_batch: int) -> Iterator[None]:
+        """Name the micro-batch and the stage in a note of an error, which torch replaces."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in the {direction} of micro-batch {micro_batch} on stage {self.stage_index}")
+            self.errors.append(error)
+            raise
+
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(self.stage_index, self.micro_batch, args)
+        with self.locating("forward", self.micro_batch):
+            return self.forward(self.stage_index, self.micro_batch, args)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
@@ -188,6 +206,12 @@ class _Schedule:
         self, model: nn.Module, staged: StagedModel, batches: Sequence[MicroBatch], end: End, calls: bool
     ) -> None:
         self.model, self.staged, self.batches, self.end, self.calls = model, staged, batches, end, calls
+        self.errors: list[Exception] = []
+        counts = [math.prod(rows_and_tokens(batch)) for batch in batches]
+        starts = accumulate(counts, initial=0)
+        self.tokens = [Tokens(index, *place) for index, place in enumerate(zip(starts, counts, strict=False))]
+        for check in staged.checks:
+            check(sum(counts))
 
     def run(self, *, backward: bool) -> Tensor:
         """Run all micro-batches; return the losses."""
@@ -200,13 +224,18 @@ class _Schedule:
         losses: list[Tensor] = []
         target = torch.zeros(count, device=_device(self.model))
         fsdp = self.model if isinstance(self.model, FSDPModule) else None
-        if backward:
-            with accumulating(fsdp):
-                schedule.step(target=target, losses=losses, return_outputs=False)
-                if fsdp is not None:
-                    stages[0].reduce_gradients(fsdp)
-        else:
-            schedule.eval(target=target, losses=losses, return_outputs=False)
+        try:
+            if backward:
+                with accumulating(fsdp):
+                    schedule.step(target=target, losses=losses, return_outputs=False)
+                    if fsdp is not None:
+                        stages[0].reduce_gradients(fsdp)
+            else:
+                schedule.eval(target=target, losses=losses, return_outputs=False)
+        except Exception:
+            if self.errors:
+                raise self.errors[0] from None
+            raise
         return self._on_all_ranks(losses)
 
     def _stage(self, stage: int, backward: bool) -> _Stage:
@@ -221,7 +250,7 @@ class _Schedule:
             group=staged.mesh.get_group(),
         )  # fmt: skip
         made.stage_index_to_group_rank = dict(enumerate(staged.ranks))
-        made.forward = self._forward
+        made.forward, made.errors = self._forward, self.errors
         return made
 
     def _forward(self, stage: int, index: int, tensors: tuple[Tensor, ...]) -> Any:
@@ -231,7 +260,7 @@ class _Schedule:
         received: dict[Value, Tensor] = {
             value: shape.received(tensor) for value, shape, tensor in zip(values, shapes, tensors, strict=True)
         }
-        run = StageRun(staged, stage, received)
+        run = StageRun(staged, stage, received, self.tokens[index])
         is_last = stage == count - 1
         with running(staged, run):
             called = self.calls or not is_last

@@ -73,7 +73,7 @@ Shapes = list[dict[int | None, tuple[Sent, ...]]]
 
 def sent_shapes(model: nn.Module, staged: StagedModel, batches: Sequence[Mapping[str, Any]]) -> Shapes:
     """Return the tensors that each stage but the last sends, by micro-batch; ``None`` has their largest sizes."""
-    sizes = [_rows_and_tokens(batch) for batch in batches]
+    sizes = [rows_and_tokens(batch) for batch in batches]
     known = staged.shapes
     if not known:
         _require_equal_sizes(staged, sizes)
@@ -118,7 +118,8 @@ def _computed(staged: StagedModel, size: tuple[int, ...]) -> list[tuple[Sent, ..
     return boundaries(size) if boundaries(first) == known else None  # else a hook cuts the rows over ``cp``
 
 
-def _rows_and_tokens(batch: Mapping[str, Any]) -> tuple[int, ...]:
+def rows_and_tokens(batch: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the number of rows of a micro-batch and their length."""
     tensor = batch.get("input_ids", batch.get("inputs_embeds"))
     if not isinstance(tensor, Tensor):
         raise OptionError("a micro-batch has neither input_ids nor inputs_embeds: give one of the two")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import ModelError, OptionError, RoutesError
+from fsdp_runtime.model.stages import whole_entries, with_absent_tensors
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import local_part, slices_of
 from fsdp_runtime.sharded.collectives import all_reduce_over, model_mesh
@@ -72,12 +73,14 @@ class RouterBalance:
         self.rate, self._model, self._counts = rate, model, dict[str, Tensor]()
         #: The tokens of each expert before the last step, ``[experts]``, by the path of the router.
         self.loads: dict[str, Tensor] = {}
-        self._routers = find_routers(model).by_path
+        with with_absent_tensors(whole_entries(model, state_entries(model))):
+            self._routers = find_routers(model).by_path
         self._biases()
 
     def _biases(self) -> dict[str, Tensor]:
         """Return the biases by the path of the router; ``parallelize`` and loads may replace tensors."""
-        tensors = {name: entry.tensor for entry in state_entries(self._model) for name in entry.names}
+        entries = whole_entries(self._model, state_entries(self._model))
+        tensors = {name: entry.tensor for entry in entries for name in entry.names}
         biases = {path: bias for path, router in self._routers.items() if (bias := _bias(router, tensors)) is not None}
         if not biases:
             raise ModelError(
@@ -90,7 +93,7 @@ class RouterBalance:
 
     @contextmanager
     def counting(self, mask: Tensor | None = None) -> Iterator[Routes]:
-        """Record the routes of one forward and count them; see :meth:`count`."""
+        """Record the routes of one forward, or of one schedule of stages, and count them; see :meth:`count`."""
         with record_routes(self._model) as routes:
             yield routes
         self.count(routes, mask)
@@ -131,7 +134,7 @@ class RouterBalance:
         sizes = [len(self._counts[path]) for path in paths]
         self.loads, self._counts = dict(zip(paths, torch.split_with_sizes(summed, sizes), strict=True)), {}
         for path, bias in biases.items():
-            if path in self.loads:
+            if path in self.loads and not bias.is_meta:  # else another pipeline stage has the bias
                 loads = self.loads[path].double()
                 change = (loads.mean() - loads).sign() * self.rate
                 local, box = local_part(bias)

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import fingerprint, hooked_before
 from fsdp_runtime._transformers_compat.recomputation import checkpointing_through
 from fsdp_runtime.errors import ModelError, RoutesError
-from fsdp_runtime.model.stages import require_whole
+from fsdp_runtime.model.stages import stages_of, whole_entries, with_absent_tensors
+from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.compiled_blocks import compile_again, leave_to_python
 from fsdp_runtime.steps.context.attention import ContextAttention
@@ -37,7 +39,8 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
 
     Recording does not change the forward's outputs and gradients; compiled modules run in Python.  The routes are
     filled in when the context ends; under context parallelism the end gathers the routes over ``cp``, so every rank
-    must reach the end.
+    must reach the end.  For pipeline stages the context records one schedule: every rank gets the routes of all stages,
+    and the tokens of its micro-batches follow one another.
 
     Args:
         model: the model, parallelized or not.
@@ -45,7 +48,7 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
     Raises:
         ModelError: the model has no mixture, a mixture's selection cannot be identified, or a mixture is inside a
             result of ``torch.compile``.
-        RoutesError: a router runs twice: one context records one forward.
+        RoutesError: a router runs twice: one context records one forward, or one schedule.
 
     Example:
         >>> import torch, transformers
@@ -67,10 +70,10 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
     """
     routes = Routes()
     tokens = _Tokens(model)
-    session = Session(_routers_of(model))
+    session = Session(_routers_of(model), stages=tokens.stages)
     with _session(model, session, tokens):
         yield routes
-    fill_recorded(routes, tokens.gathered(session.recorded))
+    fill_recorded(routes, tokens.gathered(session))
 
 
 @contextmanager
@@ -82,7 +85,8 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
     after it, selects its forward's experts again.  Compiled modules run in Python inside the context.
 
     Args:
-        model: the model, parallelized or not.
+        model: the model, parallelized or not; in pipeline stages, the routes have the tokens of all
+            micro-batches of a schedule, one after another.
         routes: a result of :func:`record_routes`; or a mapping from a router's path to integers ``[tokens, k]``; or one
             tensor ``[layers, tokens, k]`` with a layer for each router or for each block of the model (layers of
             blocks without a mixture are not read), as from :func:`routes_from_generator`.  The tokens are this rank's
@@ -116,10 +120,11 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
 
     complete = isinstance(routes, Routes) and routes.is_complete
     holes = not complete and any(has_holes(ids) for ids in layers.values())
-    session = Session(routers, local, has_holes=holes)
+    session = Session(routers, local, has_holes=holes, stages=tokens.stages)
+    tokens.replayed = next(map(len, layers.values()), None)
     with _session(model, session, tokens):
         yield
-    if not session.recorded:
+    if not session.recorded and tokens.stages is None:
         logger.warning("replay_routes: no router of %s ran inside the context", type(model).__name__)
 
 
@@ -166,8 +171,8 @@ class _Found(NamedTuple):
 
 
 def _find(model: nn.Module, modules: Any) -> _Found:
-    require_whole(model, "a record or replay of routes")
-    routers = find_routers(model)
+    with with_absent_tensors(whole_entries(model, state_entries(model))):
+        routers = find_routers(model)
     paths = {path for router in routers.by_path for path in ("", router, *ancestors(router))}
     by_path = dict(model.named_modules())
     for path, module in by_path.items():
@@ -186,9 +191,20 @@ class _Tokens:
         self.model = next((module for module in hooked_before(model) if under_context_parallelism(module)), None)
         self.attention: ContextAttention | None = None if self.model is None else attention_of(self.model)
         self.batch = self.length = 0
+        self.stages = stages_of(model)
+        self.replayed: int | None = None  # tokens of replayed routes
+        if self.stages is not None and self.model is not None:
+            raise ModelError("routes of pipeline stages are not sharded over cp: use a mesh without cp, or without pp")
 
     @contextmanager
     def counted(self) -> Iterator[None]:
+        if self.stages is not None:
+            self.stages.checks.append(self._check)
+            try:
+                yield
+            finally:
+                self.stages.checks.remove(self._check)
+            return
         if self.model is None:
             yield
             return
@@ -199,7 +215,10 @@ class _Tokens:
             handle.remove()
 
     def local(self, full: Tensor) -> Tensor:
-        """Return this rank's rows ``[tokens / cp, k]`` of ``[tokens, k]``."""
+        """Return this rank's rows ``[tokens / cp, k]`` of ``[tokens, k]``, in stages the rows of one micro-batch."""
+        if self.stages is not None:
+            place = self.stages.run.tokens
+            return full[place.start : place.start + place.count]
         if self.attention is None:
             return full
         layout = self.attention.layout(self.length)
@@ -210,8 +229,11 @@ class _Tokens:
             )
         return layout.shard(full.reshape(self.batch, layout.length, full.shape[-1])).flatten(0, 1)
 
-    def gathered(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gathered(self, session: Session) -> dict[str, Tensor]:
         """Return the rows of all ranks, in the order of the full sequences; one all-gather."""
+        local: dict[str, Tensor] = session.recorded
+        if self.stages is not None:
+            return _of_all_stages(session)
         if self.attention is None or not local:
             return dict(local)
         layout = self.attention.layout(self.length)
@@ -221,7 +243,34 @@ class _Tokens:
         parts = torch.split_with_sizes(full, widths, dim=-1)
         return {path: rows.to(ids.dtype) for (path, ids), rows in zip(local.items(), parts, strict=True)}
 
+    def _check(self, tokens: int) -> None:
+        """Check the tokens of all micro-batches, before a schedule."""
+        if self.replayed not in (None, tokens):
+            raise RoutesError(
+                f"routes of {self.replayed} tokens for micro-batches of {tokens} tokens: give the routes of all "
+                "micro-batches of the schedule, one after another"
+            )
+
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is not None:
             self.batch, self.length = tokens.shape[:2]
+
+
+def _of_all_stages(session: Session) -> dict[str, Tensor]:
+    """Return the routes of all micro-batches and stages, on every rank; one broadcast for each router."""
+    recorded: dict[str, list[Tensor]] = {}
+    for (_, path), ids in sorted(session.recorded.items(), key=lambda item: item[0]):
+        recorded.setdefault(path, []).append(ids)
+    own = {path: torch.cat(ids) for path, ids in recorded.items()}
+    mesh = session.stages.mesh
+    forms: list[dict[str, Any]] = [{}] * mesh.size()
+    dist.all_gather_object(forms, {path: (ids.shape, ids.dtype) for path, ids in own.items()}, group=mesh.get_group())
+    full = {}
+    for rank, by_path in enumerate(forms):
+        for path, (shape, dtype) in by_path.items():
+            ids = own[path] if path in own else torch.empty(shape, dtype=dtype, device=mesh.device_type)
+            wide = ids.int()  # NCCL sends no int16
+            dist.broadcast(wide, dist.get_global_rank(mesh.get_group(), rank), group=mesh.get_group())
+            full[path] = wide.to(dtype)
+    return {path: full[path] for path in session.routers.by_path if path in full}

@@ -31,7 +31,8 @@ class Session:
     routers: Routers
     wanted: Callable[[Router], Tensor | None] | None = None  # the routes of one forward's local tokens, to be replayed
     has_holes: bool = False  # some tokens have no route
-    recorded: dict[str, Tensor] = field(default_factory=dict)
+    recorded: dict[Any, Tensor] = field(default_factory=dict)  # by path, in pipeline stages by micro-batch and path
+    stages: Any = None  # of a model in pipeline stages
 
     @cached_property
     def by_module(self) -> dict[nn.Module, Router]:
@@ -42,6 +43,9 @@ class Session:
         """Run a router's forward; record or replay its selection."""
         # ``kept`` are the experts of a recomputed part's first run; the first run writes them.
         again = None if kept is None else kept.get(router.path)
+        place = None if self.stages is None else getattr(self.stages.run, "tokens", None)
+        if self.stages is not None and place is None and again is None:
+            return forward()  # the forward finds the shapes of tensors between stages
         wanted = again if again is not None or self.wanted is None else self.wanted(router)
         selection = SELECTIONS[router.kind](router, wanted, has_holes=again is None and self.has_holes)
         with selection:
@@ -49,13 +53,14 @@ class Session:
         experts = selection.selected().detach()
         if again is not None:
             return output
-        if self.wanted is None and router.path in self.recorded:
+        key = router.path if place is None else (place.micro_batch, router.path)
+        if self.wanted is None and key in self.recorded:
             raise RoutesError(
                 f"{router.path} ran a second time inside record_routes, which records one forward: use one `with` for "
                 "each forward"
             )
         compact = experts.to(torch.int16 if router.experts < 2**15 else torch.int32)
-        self.recorded[router.path] = compact
+        self.recorded[key] = compact
         if kept is not None:
             kept[router.path] = compact
         return output
