@@ -21,3 +21,18 @@ def test_a_save_of_levers_that_is_killed_leaves_the_last_whole_one(tmp_path: Pat
     (row,) = Campaign(tmp_path, timeout=5.0, axes={"dp_shard": 2}, levers=levers).run("^kill -9 during save$")
     assert row.problems == ()
     assert (row.resumed, row.lost) == (4, 0)
+
+
+def _assert_stages_end(campaign: Campaign, names: str, count: int) -> None:
+    rows = list(campaign.run(names))
+    assert len(rows) == count
+    assert not [(row.fault, row.problems) for row in rows if row.problems]
+
+
+def test_a_stage_that_raises_in_a_schedule_is_named_on_all_ranks(tmp_path: Path) -> None:
+    _assert_stages_end(Campaign(tmp_path, timeout=5.0, axes={"pp": 2}), "exception during steady", 1)
+
+
+@pytest.mark.slow
+def test_a_stage_that_ends_in_any_phase_is_named_on_all_ranks(tmp_path: Path) -> None:
+    _assert_stages_end(Campaign(tmp_path, timeout=5.0, axes={"pp": 2}), "", 12)

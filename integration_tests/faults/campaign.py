@@ -18,8 +18,13 @@ from faults.launch import Ended, launch
 STEPS = 8
 #: The step in which a fault strikes, by phase: states are saved in steps 1, 3 and 5, counted from 0.
 MOMENTS = {"forward": 4, "backward": 4, "save": 5, "asynchronous save": 5, "stream": 5}
+UNSTAGED = tuple(MOMENTS)
+#: The phases of a step over pipeline stages; ``monitor_ranks`` sees one phase until the update.
+SCHEDULED = ("warm-up", "steady", "backward", "reduce")
+MOMENTS |= dict.fromkeys((*SCHEDULED, "update"), 4)
 #: The state that there must be then.
 DUE = {"forward": 4, "backward": 4, "save": 4, "asynchronous save": 4, "stream": 6}
+DUE |= dict.fromkeys((*SCHEDULED, "update"), 4)
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,12 @@ class Campaign:
                 yield attempt(self._directory / re.sub(r"\W+", "-", name), name)
 
     def _attempts(self) -> dict[str, Callable[[Path, str], Row]]:
+        if "pp" in self._axes:
+            phases = (*SCHEDULED, "update", "save")
+            kinds = {"kill -9": "kill", "exception": "raise"}
+            return {f"{name} during {p}": self._injected(kind, p) for name, kind in kinds.items() for p in phases}
         return {
-            **{f"kill -9 during {phase}": self._injected("kill", phase) for phase in MOMENTS},
+            **{f"kill -9 during {phase}": self._injected("kill", phase) for phase in UNSTAGED},
             "kill -9 of rank 0 during backward": self._injected("kill", "backward", 0),
             "kill -9 of rank 0 during save": self._injected("kill", "save", 0),
             "kill -9 of rank 0 during asynchronous save": self._injected("kill", "asynchronous save", 0),
@@ -105,8 +114,11 @@ class Campaign:
             if kind == "terminate":  # the step is finished, its state saved, and all leave as if it were the last
                 problems = _problems(ended, "received a stop signal", f"ranks [{fault.rank}]", good=True)
                 return self._resumed(label, folder, states, fault.step + 1, seconds, problems)
-            named = f"rank {fault.rank}: OSError" if kind == "full" else f"rank {fault.rank}, in phase {phase!r}"
-            words = [named, f"phase {phase!r}"]
+            seen = "schedule" if "pp" in self._axes and phase in SCHEDULED else phase
+            named = f"rank {fault.rank}: OSError" if kind == "full" else f"rank {fault.rank}, in phase {seen!r}"
+            words = [named, f"phase {seen!r}"]
+            if kind == "raise" and phase in ("warm-up", "steady", "backward") and "pp" in self._axes:
+                words.append(f"on stage {fault.rank}")
             if phase == "asynchronous save":  # training is in any phase meanwhile, and notices in the next save
                 words = [f"rank {fault.rank}: OSError" if kind == "full" else f"rank {fault.rank}"]
             problems = _problems(others, *words)

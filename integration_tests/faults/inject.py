@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime.model import inspect_model
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 
 #: Name of the file that is made when the fault strikes.
@@ -28,7 +29,8 @@ class Fault:
     Args:
         kind: ``"kill"`` (SIGKILL), ``"stop"`` (SIGSTOP), ``"terminate"`` (SIGTERM), ``"full"`` (no file may grow, as
             on a full disk), ``"raise"``.
-        phase: ``"forward"``, ``"backward"``, ``"save"``, ``"asynchronous save"`` or ``"stream"``.
+        phase: ``"forward"``, ``"backward"``, ``"save"``, ``"asynchronous save"`` or ``"stream"``; of stages also
+            ``"warm-up"`` and ``"steady"`` (forwards of the first and third micro-batch), ``"reduce"`` and ``"update"``.
         rank: on which rank.
         step: in which step.
     """
@@ -42,13 +44,23 @@ class Fault:
 class InjectedFault:
     """A fault that waits for its step and phase; on other ranks it does nothing."""
 
-    def __init__(self, fault: Fault | None, model: nn.Module, folder: Path) -> None:
+    def __init__(self, fault: Fault | None, model: nn.Module, folder: Path, optimizer: Any = None) -> None:
         self._fault = fault if fault is not None and fault.rank == dist.get_rank() else None
         self._struck, self._step = folder / STRUCK, -1
         self._saved: int | None = None
+        self._forwards = 0
         structure = inspect_model(model)
-        block = structure.blocks[structure.decoder[-1]]
+        stages = runtime_state(model).stages
+        last = -1 if stages is None else max(end for _, end in stages.blocks_by_stage.values())
+        block = structure.blocks[structure.decoder[last]]
         match self._fault.phase if self._fault else None:
+            case "warm-up" | "steady" as moment:
+                number = 1 if moment == "warm-up" else 3
+                block.register_forward_hook(lambda *args: self._in_forward(number))
+            case "reduce":
+                self._before_sums(model)
+            case "update":
+                optimizer.register_step_pre_hook(lambda *args: self._strike())
             case "forward":
                 block.register_forward_hook(lambda *args: self._strike())
             case "backward":
@@ -57,6 +69,7 @@ class InjectedFault:
                 self._in_save()
 
     def begin(self, step: int) -> None:
+        self._forwards = 0
         if self._step != self._saved:  # a save of that step may go on
             self._step = step
 
@@ -72,6 +85,23 @@ class InjectedFault:
         first: Tensor = output[0] if isinstance(output, tuple) else output
         if first.requires_grad:
             first.register_hook(lambda gradient: self._strike())
+
+    def _in_forward(self, number: int) -> None:
+        self._forwards += 1
+        if self._forwards == number:
+            self._strike()
+
+    def _before_sums(self, model: nn.Module) -> None:
+        """Strike in the sum of a tied embedding's gradients over stages."""
+        exchange = dist.batch_isend_irecv
+
+        def strike_and_exchange(operations: list[Any]) -> Any:
+            embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
+            if any(each.tensor.numel() == embedding for each in operations):
+                self._strike()
+            return exchange(operations)
+
+        dist.batch_isend_irecv = strike_and_exchange
 
     def _in_save(self) -> None:
         write = SafetensorsWriter.write

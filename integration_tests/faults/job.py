@@ -23,7 +23,7 @@ import fsdp_runtime
 from faults.inject import Fault, InjectedFault
 from fsdp_runtime.monitor import monitor_ranks, stop_on_signal
 from fsdp_runtime.optim import CPUOffloadAdamW, LowBitAdamW
-from fsdp_runtime.steps import ActivationCheckpointing, Quantized
+from fsdp_runtime.steps import ActivationCheckpointing, Pipeline, Quantized, forward_backward
 from harness.models import tiny_inputs, tiny_model
 
 #: A state is saved after every so many steps.
@@ -66,13 +66,16 @@ class Training:
 
     def __init__(self, axes: Mapping[str, int], levers: str = "") -> None:
         mesh = fsdp_runtime.MeshSpec(**axes).build(device_type="cpu")
-        model = tiny_model("Qwen3ForCausalLM", dtype=torch.float32)
+        self.has_stages = "pp" in axes
+        model = tiny_model("Qwen3ForCausalLM", dtype=torch.float32, tied=self.has_stages)
         options: dict[str, Any] = {"sequence_parallel": "tp" in axes}
         if levers == "host":
             torch.manual_seed(0)
             model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
             options["activation_checkpointing"] = ActivationCheckpointing("block", offload=True)
             options["steps"] = (Quantized("nf4", block_size=16),)
+        if self.has_stages:
+            options["steps"] = (Pipeline(microbatches=4),)
         self.model = fsdp_runtime.parallelize(model, mesh, **options)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer: Any = {
@@ -88,6 +91,15 @@ class Training:
         logits = self.model(**tiny_inputs(self.model, batch=2, length=7), use_cache=False).logits
         logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
         return (logits + 0.1 * torch.randn_like(logits)).square().mean()
+
+    def scheduled(self) -> torch.Tensor:
+        """Run all micro-batches of a step forward and backward over pipeline stages."""
+
+        def loss(output: Any, _: Any) -> torch.Tensor:
+            logits = output.logits
+            return (logits + 0.1 * torch.randn_like(logits)).square().mean() / 4
+
+        return forward_backward(self.model, [tiny_inputs(self.model, batch=2, length=7)] * 4, loss).sum()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -117,7 +129,7 @@ def train(settings: Settings) -> None:
     """Train as a user's loop does, and write down every loss."""
     torch.set_num_threads(1)
     training = Training(settings.axes, settings.levers)
-    injected = InjectedFault(settings.fault, training.model, Path(settings.folder))
+    injected = InjectedFault(settings.fault, training.model, Path(settings.folder), training.optimizer)
     asynchronous = settings.fault is not None and settings.fault.phase == "asynchronous save"
     losses = Path(settings.folder, f"losses-{dist.get_rank()}.jsonl")
     with (
@@ -129,10 +141,14 @@ def train(settings: Settings) -> None:
             first = training.load(settings.resume) if settings.resume else 0
         for step in range(first, settings.steps):
             injected.begin(step)
-            with monitor.phase("forward"):
-                loss = training.loss()
-            with monitor.phase("backward"):
-                loss.backward()
+            if training.has_stages:
+                with monitor.phase("schedule"):
+                    loss = training.scheduled()
+            else:
+                with monitor.phase("forward"):
+                    loss = training.loss()
+                with monitor.phase("backward"):
+                    loss.backward()
             with monitor.phase("update"):
                 training.update()
             record(file, step, loss)
