@@ -153,7 +153,7 @@ def test_errors_are_one_message_and_no_traceback(
     [
         (ONE[:-2], "no mesh was given"),
         (MANY[:-2], "number of ranks is not known"),
-        ([*ONE[:-1], "dp_shard=4,pp=2"], "an axis 'pp'"),
+        ([*ONE[:-1], "dp_shard=4,sp=2"], "an axis 'sp'"),
         ([*ONE, "--plan", "absent.json"], "absent.json"),
         ([*ONE, "--device-memory", "80"], "--device-memory 80 has no unit: write 80GiB"),
     ],

@@ -36,7 +36,7 @@ _STEPS = {"sequence_parallel", "activation_checkpointing", "context_parallel"}
 _SWEEP = {*signature(sweep).parameters} - {"model", "world_size"}
 #: Options that the command itself reads; the others are arguments of ``estimate``.
 _COMMAND = {"command", "model", "mesh", "world_size", "sweep", "towers", "lora", "adapters", "json", "html", "png"}
-_COMMAND |= _FSDP | (_SWEEP - _STEPS)
+_COMMAND |= {"schedule"} | _FSDP | (_SWEEP - _STEPS)
 _RECIPES = {*signature(recipes).parameters}
 
 _DEVICE_MEMORY = "bytes of a GPU: 79GiB for an H100 or A100 of 80 GB; 80GB is 80,000,000,000 bytes, or 74.5 GiB"
@@ -140,7 +140,8 @@ def _verl_check() -> int:
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism")
-    group.add_argument("--mesh", metavar="AXIS=N,...", help="such as dp_replicate=4,dp_shard=32,tp=8; also cp, ep")
+    group.add_argument("--mesh", metavar="AXIS=N,...", help="such as dp_replicate=4,dp_shard=32,tp=8; also cp, ep, pp")
+    group.add_argument("--schedule", help="of pp: 1F1B, GPipe, Interleaved1F1B, ...; with --micro-batches")
     group.add_argument("--plan", help="auto, none, hf, a plan in a .json file, or a dotted path")
     group.add_argument("--sequence-parallel", action="store_true", help="shard activations between blocks over tp")
     group.add_argument("--towers", help="vision and audio towers over tp: sharded (default), replicated")
@@ -274,6 +275,10 @@ def _options(given: Given) -> dict[str, Any]:
         options["fsdp"] = parse_fsdp(given.get("dtype", "bf16"), **fsdp)
     if "optimizer" in given:
         options["optimizer"] = given["optimizer"].replace("-", "_")
+    if "schedule" in given:
+        from fsdp_runtime.steps import Pipeline  # torch, where an option needs it
+
+        options["steps"] = (Pipeline(given["schedule"], microbatches=options.pop("micro_batches", 1)),)
     if "bandwidth" in given:
         options["bandwidth"] = split_bandwidths(given["bandwidth"])
     return options | {"plan": _plan(given.get("plan", "auto"), given.get("towers", "sharded"))}

@@ -27,7 +27,7 @@ def test_axes_that_are_not_named_have_size_1() -> None:
     [
         ("tp", "'tp' in 'tp' is not axis=value"),
         ("tp=8,tp=4", "axis tp is named twice"),
-        ("pp=4", "an axis 'pp'; the axes are dp_replicate, dp_shard, cp, tp"),
+        ("sp=4", "an axis 'sp'; the axes are dp_replicate, dp_shard, cp, tp, ep, pp"),
         ("tp=big", "axis tp has size 'big'"),
         ("tp=0", "axis tp has size 0"),
     ],

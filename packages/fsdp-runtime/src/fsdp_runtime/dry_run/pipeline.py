@@ -255,7 +255,9 @@ def _trace_stages(
             traces.append(traces[first])
             continue
         report(f"tracing rank {rank} of pp", 3, _STEPS)
-        traces.append(_trace_traceable(full, parallelism, mesh, step, trace=partial(trace_rank, rank=rank, shapes=shapes)))
+        traces.append(
+            _trace_traceable(full, parallelism, mesh, step, trace=partial(trace_rank, rank=rank, shapes=shapes))
+        )
     summary, rows = replay(traces, staged, shapes, mesh, blocks)
     different = len({id(trace) for trace in traces})
     worst = max(rows, key=lambda row: row.peak.total).rank
@@ -272,7 +274,7 @@ def _trace_traceable(
     mesh: DeviceMesh,
     step: StepConfig,
     without_grad: frozenset[str] = frozenset(),
-    trace: Callable[..., Traced] = trace_step,
+    trace: Callable[..., Traced] = trace_step,  # type: ignore[assignment]  # mypy: defaults of type variables
 ) -> Traced:
     """Return the summary of copies of a model: untraceable parts of their blocks return their input."""
     # A model with parameters without gradients is traced again once these are known, because they have no optimizer
@@ -284,7 +286,7 @@ def _trace_traceable(
             if wildcard(path) in left_out:
                 replace_forward(module, _return_input)
         try:
-            summary = trace(traced, parallelism, mesh, step, without_grad)
+            summary: Traced = trace(traced, parallelism, mesh, step, without_grad)
         except UntraceableError as error:
             pattern = wildcard(error.module)
             inside_blocks = any(error.module.startswith(f"{block}.") for block in template.structure.decoder)

@@ -35,6 +35,7 @@ from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.optim import LowBitAdamW
 from fsdp_runtime.parallelism import Parallelism
+from fsdp_runtime.steps import Pipeline
 
 #: Optimizers by name, and the bytes of state per byte of a parameter (of a float32 parameter for states in few bits);
 #: ``adamw_single`` is the one without ``foreach``, with temporaries of one parameter.
@@ -89,12 +90,22 @@ class StepConfig:
             step["allocator"] = parse_allocator(step["allocator"], device_memory=device_memory)
         return cls(seq_len=seq_len, options=options, **step)
 
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The step that divides blocks into stages."""
+        return next((step for step in self.options.get("steps", ()) if isinstance(step, Pipeline)), None)
+
     def __post_init__(self) -> None:
         """Raise :class:`EstimateError` for an unknown optimizer, a batch without tokens, or untraceable options."""
         sizes = {"seq_len": self.seq_len, "micro_batch": self.micro_batch, "micro_batches": self.micro_batches}
         for name, size in sizes.items():
             if size < 1:
                 raise EstimateError(f"{name}={size}: give a positive integer")
+        if self.pipeline is not None and self.micro_batches != 1:
+            raise EstimateError(
+                f"micro_batches={self.micro_batches} beside Pipeline(microbatches={self.pipeline.microbatches}): give "
+                "the second alone"
+            )
         if self.attention_kernels not in get_args(AttentionKernels):
             allowed = ", ".join(map(repr, get_args(AttentionKernels)))
             raise EstimateError(f"attention_kernels={self.attention_kernels!r}: write one of {allowed}")
@@ -178,7 +189,7 @@ class Prepared:
 def prepared(
     traced: TracedModel, parallelism: Parallelism, mesh: DeviceMesh, step: StepConfig, without_grad: frozenset[str]
 ) -> Iterator[Prepared]:
-    """Parallelize a model on the meta device, and allocate it with its optimizer on fake tensors inside the ``with``."""
+    """Parallelize a model on the meta device, and allocate it with its optimizer on fake tensors."""
     # The structure of ``parallelism``, resolved for the full model, is replaced by the traced model's. Parameters that
     # match ``without_grad`` are known to get no gradient, and so no optimizer state.
     model, structure = traced.model, traced.structure

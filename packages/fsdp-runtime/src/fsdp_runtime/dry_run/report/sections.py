@@ -49,6 +49,7 @@ def estimate_sections(estimate: Estimate) -> list[Section]:
         verdict_section(estimate),
         memory_section(estimate),
         traffic_section(estimate),
+        *([pipeline_section(estimate)] if estimate.pipeline else []),
         Section(heading=f"Work: {format_count(estimate.flops, 'FLOP')} per step on this rank, {_WORK}"),
         Section(
             heading="Replicated on every rank (all axes): "
@@ -171,6 +172,22 @@ def traffic_section(estimate: Estimate) -> Section:
     sent = format_bytes(total_bytes_sent(estimate.traffic))
     rows.append(["all", "", "", "", "", sent, _duration(estimate.communication_seconds)])
     return Section(heading="Traffic per step", rows=rows, left=2)
+
+
+def pipeline_section(estimate: Estimate) -> Section:
+    """Return the ranks of ``pp`` with their blocks, memory, work and sends."""
+    rows = [["rank of pp", "blocks", "between steps", "peak", "in flight", "FLOP", "idle", "sent to"]]
+    for rank in estimate.pipeline:
+        blocks = ", ".join(f"{first} to {last}" for first, last in rank.blocks)
+        sent = ", ".join(f"{other}: {format_bytes(size)}" for other, size in rank.bytes_sent.items())
+        sizes = [format_bytes(rank.resident.total), format_bytes(rank.peak.total), str(rank.in_flight)]
+        rows.append([str(rank.rank), blocks, *sizes, format_count(rank.flops, ""), f"{rank.idle:.1%}", sent])
+    worst = max(estimate.pipeline, key=lambda rank: rank.peak.total).rank
+    lines = [
+        f"the highest peak is on rank {worst}: the other sections are of this rank",
+        f"bubble: ranks wait {estimate.bubble:.1%} of the time, if times are in proportion to FLOP and sends take none",
+    ]
+    return Section(heading="Pipeline", rows=rows, left=2, lines=lines)
 
 
 def assumption_line(item: Assumption) -> str:

@@ -118,7 +118,7 @@ def trace_rank(
 
 def _with_levels(names: Sequence[Action], costs: Sequence[Cost]) -> Iterator[Cost]:
     """Yield the costs, of a forward with all gathered bytes in place of their change."""
-    # FSDP2 frees all gathered weights at the next forward of the model; those of backwards add up.
+    # FSDP2 frees all gathered weights at the next forward of the model; weights of several backwards add up.
     level = 0
     for (_, kind), cost in zip(names, costs, strict=False):
         before = MemoryBreakdown(gathered=level if kind == "F" else 0)
@@ -135,6 +135,7 @@ class _Record:
         self.names: list[Action] = []
         self.laps: list[int] = []  # phases of each action
         self.split: dict[int, Any] = {}  # results of backwards of inputs, by place
+        self.sent: list[Any] = []  # torch waits for the sends of several stages at the end of the schedule
         last = len(staged.ranks) - 1
         self.activations = {
             (n, stage): _buffers(shapes[stage - 1]) for n in range(batches) for stage in staged.stages if stage
@@ -145,7 +146,9 @@ class _Record:
             for stage in staged.stages
             if stage != last
         }
-        buffers = [b for held in (self.activations, self.gradients) for of in held.values() for b in of if b is not None]
+        buffers = [
+            b for held in (self.activations, self.gradients) for of in held.values() for b in of if b is not None
+        ]
         run.recorder.register(buffers, "inputs")
         self.received = sum(buffer.nbytes for buffer in buffers) // batches
 
@@ -156,10 +159,13 @@ class _Record:
         places = range(len(self.staged.stages))
         with accumulating(fsdp):
             for number, actions in enumerate(rounds):
-                outputs = {place: self._forward(number, place) for place in places}
+                outputs: dict[int, tuple[Tensor, ...]] = {}
+                for place in places:
+                    outputs[place] = self._forward(number, place, outputs)
                 for place in reversed(places):
                     for action in actions[1:]:
                         self._backward(number, place, action, outputs)
+            self.sent.clear()
             with self._recorded(None), recorder.phase("backward"):
                 if fsdp is not None:
                     drop_placeholders(fsdp)
@@ -181,10 +187,17 @@ class _Record:
             self.laps.append(len(laps) - before)
             self.names += [] if action is None else [action]
 
-    def _forward(self, number: int, place: int) -> tuple[Tensor, ...]:
+    def _is_local(self, stage: int) -> bool:
+        """Return whether this rank has a stage and the one before it, which pass on tensors without a send."""
+        return stage in self.staged.stages and stage - 1 in self.staged.stages
+
+    def _forward(self, number: int, place: int, outputs: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         stage, recorder = self.staged.stages[place], self.run.recorder
-        received = self.activations.get((number, stage), ())
         with self._recorded((place, "F")), recorder.phase("forward"), self.run.hooks():
+            if self._is_local(stage):
+                local = [t.detach().requires_grad_(t.is_floating_point()) for t in outputs[place - 1]]
+                self.activations[number, stage] = tuple(local)
+            received = self.activations.get((number, stage), ())
             return _run_stage(self.run, self.staged, stage, received, self.shapes, self.loss)
 
     def _backward(self, number: int, place: int, action: str, outputs: dict[int, tuple[Tensor, ...]]) -> None:
@@ -194,12 +207,20 @@ class _Record:
         weights = self.run.model.parameters()
         with self._recorded((place, action)), self.run.recorder.phase("backward"):
             if action == "I" and stage:
-                given = None if gradients is None else list(gradients)
-                _, self.split[place] = backward_input(list(outputs.pop(place)), given, list(received), weights)
+                targets = None if gradients is None else list(gradients)
+                _, self.split[place] = backward_input(list(outputs.pop(place)), targets, list(received), weights)
             elif action == "W" and stage:
                 backward_weight(weights, self.split.pop(place))
             elif action != "I":
-                _backward(outputs.pop(place), gradients)
+                _backward(sent := outputs.pop(place), gradients)
+                if len(self.staged.stages) > 1 and not self._is_local(stage + 1):
+                    self.sent += [tensor.detach() for tensor in sent]
+                del sent
+            del gradients  # while the phase is recorded
+            if action != "W" and self._is_local(stage):
+                self.gradients[number, stage - 1] = tuple(tensor.grad for tensor in received)
+            if action == "B":
+                self.sent += [tensor.grad for tensor in received if len(self.staged.stages) > 1]
                 for tensor in received:
                     tensor.grad = None
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel, block_signature
 from fsdp_runtime.dry_run.scale.summary import CallKey, StepRegion, Summary, add_up
 from fsdp_runtime.dry_run.stages.rank import Action, RankTrace, Shapes
-from fsdp_runtime.dry_run.stages.schedule import Step, actions_by_rank, finish_times
+from fsdp_runtime.dry_run.stages.schedule import Turn, actions_by_rank, finish_times
 from fsdp_runtime.dry_run.trace.costs import Cost, plus
 from fsdp_runtime.dry_run.types import MemoryBreakdown, Peak, Phase, PipelineRank
 from fsdp_runtime.steps.pipeline.parts import StagedModel
@@ -41,7 +41,7 @@ def replay(
     """Return the summary of the rank of ``pp`` with the highest peak, and a row of every rank."""
     order = actions_by_rank(staged)
     messages = [*_messages(staged, shapes, traces)]
-    replays = [_Replay(trace, staged, rank, order[rank]) for rank, trace in enumerate(traces)]
+    replays = [_RankReplay(trace, staged, rank, order[rank]) for rank, trace in enumerate(traces)]
     ends = finish_times(order, lambda rank, step: float(sum(replays[rank].cost(step, first=False).flops.values())))
     total = max(ends.values())
     rows = tuple(
@@ -70,10 +70,10 @@ def replay(
     return worst.summary(blocks, add_up(sends)), rows
 
 
-class _Replay:
+class _RankReplay:
     """The live bytes of a rank over its actions."""
 
-    def __init__(self, trace: RankTrace, staged: StagedModel, rank: int, actions: Sequence[Step]) -> None:
+    def __init__(self, trace: RankTrace, staged: StagedModel, rank: int, actions: Sequence[Turn]) -> None:
         self.trace, self.rank = trace, rank
         self.places = {stage: place for place, stage in enumerate(_stages_of(staged, rank))}
         self.peaks: dict[Phase, Peak] = {}
@@ -94,7 +94,7 @@ class _Replay:
         for cost in trace.after:
             self._add(cost)
 
-    def _run(self, actions: Sequence[Step]) -> None:
+    def _run(self, actions: Sequence[Turn]) -> None:
         """Add the actions of the schedule."""
         most = self.live
         started: set[Action] = set()
@@ -116,7 +116,7 @@ class _Replay:
                 self.in_flight, most = len(flying), self.live
         self.ends["forward"] = most
 
-    def cost(self, step: Step, *, first: bool) -> Cost:
+    def cost(self, step: Turn, *, first: bool) -> Cost:
         """Return the cost of an action."""
         costs = self.trace.first if first else self.trace.later
         return costs[self.places[step.stage], step.kind]

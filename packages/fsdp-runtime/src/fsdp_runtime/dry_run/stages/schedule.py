@@ -18,7 +18,7 @@ from fsdp_runtime.steps.pipeline.parts import StagedModel
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
-class Step(NamedTuple):
+class Turn(NamedTuple):
     """An action of a schedule."""
 
     stage: int
@@ -26,21 +26,21 @@ class Step(NamedTuple):
     batch: int
 
 
-def actions_by_rank(staged: StagedModel) -> dict[int, list[Step]]:
+def actions_by_rank(staged: StagedModel) -> dict[int, list[Turn]]:
     """Return the actions of each rank of ``pp``, in the order in which torch's schedule runs them."""
     step, count = staged.schedules, len(staged.ranks)
     mine = [stage for stage, rank in enumerate(staged.ranks) if rank == staged.mesh.get_local_rank()]
     stages = [PipelineStage(nn.Identity(), s, count, torch.device("cpu"), group=staged.mesh.get_group()) for s in mine]
     kind = get_schedule_class(step.schedule)
     single = issubclass(kind, PipelineScheduleSingle)
-    schedule: Any = kind(stages[0] if single else stages, step.microbatches, loss_fn=torch.sum, scale_grads=False)  # type: ignore[arg-type]
+    schedule: Any = kind(stages[0] if single else stages, step.microbatches, loss_fn=torch.sum, scale_grads=False)
     # Schedules with several stages also have the order with merged backwards.
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
     steps = {rank: list(_computations(actions)) for rank, actions in order.items()}
     return {rank: _numbered(actions) for rank, actions in steps.items()} if single else steps
 
 
-def _numbered(steps: Sequence[Step]) -> list[Step]:
+def _numbered(steps: Sequence[Turn]) -> list[Turn]:
     """Number the micro-batches in the order of their actions: torch 2.13 counts forwards of a last stage from 1."""
     counts: Counter[str] = Counter()
     numbered = []
@@ -50,19 +50,19 @@ def _numbered(steps: Sequence[Step]) -> list[Step]:
     return numbered
 
 
-def _computations(actions: Sequence[Any]) -> Iterator[Step]:
+def _computations(actions: Sequence[Any]) -> Iterator[Turn]:
     for action in actions:
         if action is None:
             continue
         if action.sub_actions:
             yield from _computations(action.sub_actions)
         elif kind := _KINDS.get(action.computation_type.name):
-            yield Step(action.stage_index, kind, action.microbatch_index)
+            yield Turn(action.stage_index, kind, action.microbatch_index)
 
 
-def finish_times(order: Mapping[int, Sequence[Step]], duration: Callable[[int, Step], float]) -> dict[Step, float]:
+def finish_times(order: Mapping[int, Sequence[Turn]], duration: Callable[[int, Turn], float]) -> dict[Turn, float]:
     """Return the time at which each action ends; a rank waits for tensors of other stages, and sends take no time."""
-    ends: dict[Step, float] = {}
+    ends: dict[Turn, float] = {}
     clocks, position = dict.fromkeys(order, 0.0), dict.fromkeys(order, 0)
     every = {step for steps in order.values() for step in steps}
     while len(ends) < len(every):
@@ -81,9 +81,9 @@ def finish_times(order: Mapping[int, Sequence[Step]], duration: Callable[[int, S
     return ends
 
 
-def _needed(step: Step) -> set[Step]:
-    """Return the actions before an action, and actions of which the schedule has one."""
+def _needed(step: Turn) -> set[Turn]:
+    """Return the actions that an action waits for, some of them in no schedule."""
     stage, kind, batch = step
     if kind == "F":
-        return {Step(stage - 1, "F", batch)}
-    return {Step(stage, "F", batch), *(Step(stage + 1, other, batch) for other in "BI" if kind != "W")}
+        return {Turn(stage - 1, "F", batch)}
+    return {Turn(stage, "F", batch), *(Turn(stage + 1, other, batch) for other in "BI" if kind != "W")}

@@ -21,7 +21,7 @@ def plus(one: MemoryBreakdown, other: MemoryBreakdown, times: int = 1) -> Memory
 class Cost:
     """The cost of an action; bytes are relative to the live bytes before it."""
 
-    kept: MemoryBreakdown = MemoryBreakdown()  # live after it; negative where it frees more
+    kept: MemoryBreakdown = field(default_factory=MemoryBreakdown)  # live after it; negative where it frees more
     peaks: tuple[Peak, ...] = ()  # of each phase
     flops: Mapping[str, int] = field(default_factory=dict)  # by kind
     bytes_moved: int = 0
@@ -30,7 +30,9 @@ class Cost:
     def without_gathers(self) -> Cost:
         """Return the cost of an action that finds its weights gathered."""
         peaks = tuple(replace(peak, nbytes=replace(peak.nbytes, gathered=0)) for peak in self.peaks)
-        traffic = {key: totals for key, totals in self.traffic.items() if key[1] != "all_gather" or not self.kept.gathered}
+        traffic = {
+            key: totals for key, totals in self.traffic.items() if key[1] != "all_gather" or not self.kept.gathered
+        }
         return replace(self, kept=replace(self.kept, gathered=0), peaks=peaks, traffic=traffic)
 
     def raised(self, nbytes: MemoryBreakdown) -> Cost:
@@ -50,10 +52,10 @@ def costs_of(
     first = next((n for n, each in enumerate(recording.allocations) if each.event >= 0), len(recording.allocations))
     for each in recording.allocations[:first]:
         live[names[each.storage]] += each.delta
-    before, costs = MemoryBreakdown(**live), []
+    before, costs = MemoryBreakdown(**live), list[Cost]()
     previous, position = Lap("forward", first, 0, {}, 0), 0
     for count in actions:
-        start, peaks = MemoryBreakdown(**live), []
+        start, peaks = MemoryBreakdown(**live), list[tuple[Peak, int]]()
         for lap in laps[position : position + count]:
             begin = peaks[-1][1] if peaks else previous.allocations
             peaks.append((_peak(recording, names, live, start, begin, lap), lap.allocations))
@@ -86,6 +88,4 @@ def _peak(
         if total > most:
             most, highest, event = total, dict(live), each.event
     module, operator = recording.events[event][1:] if event >= 0 else ("", "")
-    return Peak(
-        phase=lap.phase, module=module, operator=operator, nbytes=plus(MemoryBreakdown(**highest), start, -1)
-    )
+    return Peak(phase=lap.phase, module=module, operator=operator, nbytes=plus(MemoryBreakdown(**highest), start, -1))

@@ -165,6 +165,7 @@ def _forward(
 
 
 def described(tensor: Tensor) -> Sent:
+    """Return the shape, dtype and layout of a tensor to send."""
     if isinstance(tensor, DTensor):
         return Sent(tuple(tensor.to_local().shape), tensor.dtype, tuple(tensor.shape), tuple(tensor.placements))
     return Sent(tuple(tensor.shape), tensor.dtype)
