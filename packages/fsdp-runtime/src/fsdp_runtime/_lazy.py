@@ -17,14 +17,9 @@ def lazy_names(
     extras: Mapping[str, str] | None = None,
     moved: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package (PEP 562).
-
-    Args:
-        package: the package's ``__name__``.
-        homes: for each public name the module that has it; or one module with the names in its ``__all__``.
-        extras: for a module, the extra of fsdp-runtime that installs its imports.
-        moved: for a name of earlier versions, the place of its successor.
-    """
+    """Return ``__getattr__`` and ``__dir__`` of a package (PEP 562)."""
+    # ``homes`` has the module of each public name, or is a module with the names in its ``__all__``. ``extras`` has the
+    # extra of fsdp-runtime that installs a module's imports, and ``moved`` the successor of an earlier name.
 
     def names() -> Mapping[str, str]:
         return homes if not isinstance(homes, str) else dict.fromkeys(("__all__", *import_module(homes).__all__), homes)

@@ -27,12 +27,6 @@ _CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
 class ModelTree:
     """A model's modules and parameters by path, with the roles that its structure gives them.
 
-    Args:
-        modules: every module by path, parents first; the model itself is at ``""``.
-        parameters: every parameter by path; a tied one is listed at each of its paths.
-        children: the paths of the modules directly below each module.
-        known_decoder: the container of the decoder's blocks where it is known, as of a model at other sizes.
-
     Example:
         >>> import tp_plans
         >>> class Linear:
@@ -44,9 +38,10 @@ class ModelTree:
         ([''], ())
     """
 
-    modules: Mapping[str, Any]
-    parameters: Mapping[str, Any]
-    children: Mapping[str, tuple[str, ...]]
+    modules: Mapping[str, Any]  # every module by path, parents first; the model itself is at ``""``
+    parameters: Mapping[str, Any]  # every parameter by path; a tied one is listed at each of its paths
+    children: Mapping[str, tuple[str, ...]]  # the paths of the modules directly below each module
+    # the container of the decoder's blocks where it is known, as of a model at other sizes
     known_decoder: str | None = None
 
     @classmethod

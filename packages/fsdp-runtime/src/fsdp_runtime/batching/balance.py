@@ -1,9 +1,7 @@
 """Assign sequences to the micro-batches of ranks, so that the ranks finish each micro-batch together.
 
-All ranks run the same number of micro-batches, because FSDP2 runs collectives in every micro-batch.  Ranks wait for
-each other in each micro-batch, so a step's time is the sum over the micro-batches of the largest row.  The lower bound
-is the total work divided by the ranks.  Only the rows of one micro-batch need equal work: rows of about the same work
-form a micro-batch, and exchange items.
+Ranks wait for each other in the collectives of each micro-batch, so a step's time is the sum over the micro-batches of
+the largest row.  Only the rows of one micro-batch need equal work.
 """
 
 from __future__ import annotations

@@ -19,14 +19,6 @@ from fsdp_runtime.errors import SampleError
 class PackedRow:
     """One row of samples side by side, padded on the right.
 
-    Args:
-        samples: the indices of the row's samples, in the order of their tokens.
-        lengths: the tokens of each sample.
-        input_ids: ``[1, seq]`` int64.
-        position_ids: ``[1, seq]`` int64; restart at 0 with each sample, and with the padding.
-        targets: ``[1, seq]`` int64: the next token of the same sample, or ``ignore_index`` if no token follows or the
-            next token does not count in the loss.
-
     Example:
         >>> from fsdp_runtime.batching import pack
         >>> (row,) = pack([[5, 6, 7], [8, 9]], budget=6, multiple_of=2).rows()
@@ -36,10 +28,12 @@ class PackedRow:
         {0: [5, 6, 7], 1: [8, 9]}
     """
 
-    samples: tuple[int, ...]
-    lengths: tuple[int, ...]
-    input_ids: Tensor
-    position_ids: Tensor
+    samples: tuple[int, ...]  # the indices of the row's samples, in the order of their tokens
+    lengths: tuple[int, ...]  # the tokens of each sample
+    input_ids: Tensor  # ``[1, seq]`` int64
+    position_ids: Tensor  # ``[1, seq]`` int64; restart at 0 with each sample, and with the padding
+    # ``[1, seq]`` int64: the next token of the same sample, or ``ignore_index`` if no token follows or the next token
+    # does not count in the loss
     targets: Tensor
 
     @property

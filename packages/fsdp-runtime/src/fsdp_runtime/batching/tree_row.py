@@ -84,20 +84,6 @@ class TreeRow:
     A token before several branches predicts the first token of each branch.  So a shift does not give the
     log-probabilities: the token at index ``predictors[i]`` predicts entry ``i`` of :attr:`targets`.
 
-    Args:
-        samples: the keys of the row's samples.
-        paths: for each sample ``[length]`` int64: the indices of its tokens in the full row, for values per token,
-            such as the routes of a mixture.
-        input_ids: ``[1, seq]`` int64.
-        position_ids: ``[1, seq]`` int64: the position of each token on its path; 0 for padding.
-        subtree_end: ``[1, seq]`` int64: the index in the full row after the last descendant of each token.
-        predictors: ``[scored]`` int64: for each token that counts in the loss, the index of the token before it.
-        targets: ``[scored]`` int64: the ids of the tokens that count in the loss; one entry ``-100`` on a rank that
-            predicts no token.
-        slots: ``[scored]`` int64: each entry's index among the full row's entries, after :meth:`shard`; else ``None``.
-        way_back: ``[all lengths + 1]`` int64: for each token of each sample, the index of the next token's entry among
-            the full row's entries, or the number of entries if the next token has no entry; the last is that number.
-
     Example:
         >>> import torch
         >>> from fsdp_runtime.batching import pack_tree
@@ -113,14 +99,21 @@ class TreeRow:
         [-2.302585..., -2.302585..., 0.0]
     """
 
-    samples: tuple[GroupMember, ...]
+    samples: tuple[GroupMember, ...]  # the keys of the row's samples
+    # for each sample ``[length]`` int64: the indices of its tokens in the full row, for values per token, such as the
+    # routes of a mixture
     paths: tuple[Tensor, ...]
-    input_ids: Tensor
-    position_ids: Tensor
-    subtree_end: Tensor
-    predictors: Tensor
+    input_ids: Tensor  # ``[1, seq]`` int64
+    position_ids: Tensor  # ``[1, seq]`` int64: the position of each token on its path; 0 for padding
+    subtree_end: Tensor  # ``[1, seq]`` int64: the index in the full row after the last descendant of each token
+    predictors: Tensor  # ``[scored]`` int64: for each token that counts in the loss, the index of the token before it
+    # ``[scored]`` int64: the ids of the tokens that count in the loss; one entry ``-100`` on a rank that predicts no
+    # token
     targets: Tensor
+    # ``[all lengths + 1]`` int64: for each token of each sample, the index of the next token's entry among the full
+    # row's entries, or the number of entries if the next token has no entry; the last is that number
     way_back: Tensor
+    # ``[scored]`` int64: each entry's index among the full row's entries, after :meth:`shard`; else ``None``
     slots: Tensor | None = None
 
     def inputs(self, model: nn.Module) -> dict[str, Tensor]:

@@ -47,11 +47,6 @@ class ModelFlops:
     rows do not see one another.  A token uses ``top_k`` of a mixture's experts.  A frozen weight has no gradient.  The
     count leaves out norms, activation functions, recurrences of linear attention, and towers of images and sound.
 
-    Args:
-        per_token: operations of the products with weights for one token, forward and backward.
-        attention: the attention of each block that has attention.
-        float8_per_token: the part of ``per_token`` in float8, by the step ``Float8``.
-
     Example:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -63,9 +58,9 @@ class ModelFlops:
         10
     """
 
-    per_token: float
-    attention: tuple[AttentionFlops, ...]
-    float8_per_token: float = 0.0
+    per_token: float  # operations of the products with weights for one token, forward and backward
+    attention: tuple[AttentionFlops, ...]  # the attention of each block that has attention
+    float8_per_token: float = 0.0  # the part of ``per_token`` in float8, by the step ``Float8``
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:

@@ -1,9 +1,5 @@
 """Monitor ranks by heartbeats: all other ranks name the rank that died, stalled or failed, and its phase.
 
-A rank that waits in a collective learns of another rank's end as "Connection closed by peer", or only after the
-backend's timeout of minutes; neither names the rank.  Here every rank writes heartbeats to the rendezvous store from a
-separate thread.
-
 Lost ranks:  ``monitor_ranks``, which yields a ``RankMonitor``
 Stop:        ``stop_on_signal``
 Errors:      ``LostRankError``

@@ -35,9 +35,6 @@ class RankMonitor:
     """The running monitor of :func:`monitor_ranks`, which creates it.
 
     This class serves a single process: it only keeps the phase for error messages.
-
-    Args:
-        rank: this rank.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -245,9 +242,6 @@ def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
     A ``RuntimeError`` of torch or of the user, or an :class:`OtherRankError`, may be the consequence of another rank's
     failure, so it is delayed until all other ranks have sent heartbeats for ``timeout``.  Collective over the world;
     rank 0 leaves last.  A single process is not monitored.
-
-    Heartbeats use the store of ``init_process_group``: one small message per rank and round, and one per phase.  Rank 0
-    reads all of them and announces a lost rank; the other ranks follow rank 0.
 
     Args:
         timeout: seconds.  A thread sends ten heartbeats in this time, also while the main thread waits; only a

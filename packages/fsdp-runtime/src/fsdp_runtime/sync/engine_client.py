@@ -18,9 +18,8 @@ _LONGEST_ANSWER = 600
 class EngineClient:
     """Client of a vLLM server started with ``VLLM_SERVER_DEV_MODE=1``, which adds the routes for weights.
 
-    The client has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines accept it.  It
-    also reads the version and the paused state.  ``version`` names the next update if the caller gives no version.
-    vLLM's trainer engines give none.
+    The client has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines accept it.  They
+    give no version: ``version`` names the next update.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:

@@ -27,14 +27,6 @@ _CUT_BY = "_cut_by_load_balancer"
 class SequenceLayout:
     """The sharding of ``length`` tokens over the ranks of the ``cp`` axis.
 
-    Args:
-        length: tokens of a full sequence, padding included.
-        ranks: size of the axis.
-        rank: this process's index on it.
-        load_balancer: ``"headtail"`` splits the sequence into ``2 * ranks`` chunks and gives rank ``r`` the ``r``-th
-            and the ``r``-th from the end, so that causal attention costs the same on every rank (Llama 3,
-            arXiv:2407.21783, section 3.3.2); ``None`` gives each rank one contiguous chunk.
-
     Raises:
         LayoutError: the length is not divisible (the message has the length to pad to), or a number is out of range.
         OptionError: an unknown load balancer.
@@ -47,9 +39,12 @@ class SequenceLayout:
         [0, 1, 2, 3]
     """
 
-    length: int
-    ranks: int
-    rank: int
+    length: int  # tokens of a full sequence, padding included
+    ranks: int  # size of the axis
+    rank: int  # this process's index on it
+    # ``"headtail"`` splits the sequence into ``2 * ranks`` chunks and gives rank ``r`` the ``r``-th and the ``r``-th
+    # from the end, so that causal attention costs the same on every rank (Llama 3, arXiv:2407.21783, section 3.3.2);
+    # ``None`` gives each rank one contiguous chunk
     load_balancer: LoadBalancer = "headtail"
 
     def __post_init__(self) -> None:

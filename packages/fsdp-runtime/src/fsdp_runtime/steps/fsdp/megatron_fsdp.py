@@ -49,24 +49,9 @@ def resolve_megatron_fsdp(
     main_grads_dtype: torch.dtype | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> MegatronFSDP:
-    """Check that Megatron-FSDP can shard a model, and return the call; the model is not changed.
-
-    Args:
-        model: the model.
-        mesh: the mesh that has the axes named below.
-        structure: the model's parts, from ``inspect_model``.
-        dp_shard_dim: name of the axis to shard over.
-        tp_dim: name of the axis of tensor parallelism, if there is one.
-        unit_modules: classes, or their names, to shard as units; by default the classes of the blocks.
-        main_params_dtype: dtype of the optimizer's copy of the parameters, ``None`` for their dtype.
-        main_grads_dtype: dtype that gradients are kept and reduced in, ``None`` for their dtype.
-        options: further keywords of ``fully_shard_model``.
-
-    Raises:
-        BackendError: the extra is not installed, or there is no CUDA device.
-        ModelError: no module is of the named classes.
-        OptionError: the installed release does not have a keyword.
-    """
+    """Check that Megatron-FSDP can shard a model, and return the call; the model is not changed."""
+    # The units are classes or their names, by default the classes of the blocks. A dtype of ``None`` is the dtype of
+    # the parameters. ``options`` are further keywords of ``fully_shard_model``.
     megatron = _megatron()
     keywords = {
         "dp_shard_dim": dp_shard_dim,
