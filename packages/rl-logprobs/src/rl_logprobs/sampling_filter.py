@@ -26,15 +26,6 @@ MAX_EXCHANGED_K = 256
 class SamplingFilter:
     """The filters of a sampler, applied after the temperature.
 
-    Attributes:
-        top_k: keep the ``k`` largest logits, and logits equal to the last of them; None keeps all.
-        top_p: keep the most probable tokens that together reach this probability, among those that ``top_k``
-            kept (Holtzman et al., arXiv:1904.09751); 1 keeps all.
-        min_p: keep tokens at least this probable relative to the most probable (Nguyen et al.,
-            arXiv:2407.01082); 0 keeps all.
-        order: ``"vllm"`` applies min-p, top-k, top-p; ``"transformers"`` top-k, top-p, min-p.  The results differ
-            where min-p removes tokens that top-p would have counted.
-
     Raises:
         OptionError: a number is outside its range, or the order is unknown.
 
@@ -48,9 +39,14 @@ class SamplingFilter:
         tensor([-inf])
     """
 
-    top_k: int | None = None
+    top_k: int | None = None  # keep the ``k`` largest logits, and logits equal to the last of them; None keeps all
+    # keep the most probable tokens that together reach this probability, among those that ``top_k`` kept (Holtzman et
+    # al., arXiv:1904.09751); 1 keeps all
     top_p: float = 1.0
+    # keep tokens at least this probable relative to the most probable (Nguyen et al., arXiv:2407.01082); 0 keeps all
     min_p: float = 0.0
+    # ``"vllm"`` applies min-p, top-k, top-p; ``"transformers"`` top-k, top-p, min-p.  The results differ where min-p
+    # removes tokens that top-p would have counted
     order: Literal["vllm", "transformers"] = "vllm"
 
     def __post_init__(self) -> None:

@@ -107,14 +107,6 @@ class Head(Protocol):
 class LinearLogits:
     """The logits ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, computed tile by tile.
 
-    Attributes:
-        hidden: ``[batch, seq, features]`` or ``[tokens, features]``, as ``linear_token_statistics`` takes them.
-        weight: ``[vocab, features]``: plain, a DTensor with its rows sharded over one axis, or, with ``shard``, a part.
-        bias: ``[vocab]``, with the placements of the weight's rows.
-        logit_scale: factor on the products.
-        softcap: positive bound of the logits.
-        shard: which ids the rows of a local weight are, or how many ids are no padding; see ``VocabShard``.
-
     Example:
         >>> import torch
         >>> from rl_logprobs import LinearLogits, token_divergence
@@ -124,11 +116,14 @@ class LinearLogits:
         torch.Size([5])
     """
 
+    # ``[batch, seq, features]`` or ``[tokens, features]``, as ``linear_token_statistics`` takes them
     hidden: torch.Tensor
+    # ``[vocab, features]``: plain, a DTensor with its rows sharded over one axis, or, with ``shard``, a part
     weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    logit_scale: float = 1.0
-    softcap: float | None = None
+    bias: torch.Tensor | None = None  # ``[vocab]``, with the placements of the weight's rows
+    logit_scale: float = 1.0  # factor on the products
+    softcap: float | None = None  # positive bound of the logits
+    # which ids the rows of a local weight are, or how many ids are no padding; see ``VocabShard``
     shard: VocabShard | None = None
 
     @classmethod

@@ -42,13 +42,6 @@ class KeptTokens:
     Rows follow the targets: row ``i`` belongs to the ``i``-th of the flattened targets.  Where targets are shifted
     (``shift=True``), rows are too: the row of a token is the set that the token was drawn from.
 
-    Attributes:
-        ids: ``[entries]`` int64 vocabulary ids, in any order within a row.
-        offsets: ``[tokens + 1]`` int64, the start of each row in ``ids``, and the number of entries at the end.  A row
-            may be empty where the target is not scored (prompt, padding).
-        missing_target: the treatment of a target outside its row: ``"error"``, or ``"-inf"`` for a log-probability of
-            ``-inf`` without a gradient.
-
     Raises:
         DtypeError: ids or offsets are not integers.
         ShapeError: the offsets do not ascend from 0 to the number of ids.
@@ -64,8 +57,12 @@ class KeptTokens:
         tensor([-0.6931,  0.0000])
     """
 
-    ids: torch.Tensor
+    ids: torch.Tensor  # ``[entries]`` int64 vocabulary ids, in any order within a row
+    # ``[tokens + 1]`` int64, the start of each row in ``ids``, and the number of entries at the end.  A row may be
+    # empty where the target is not scored (prompt, padding)
     offsets: torch.Tensor
+    # the treatment of a target outside its row: ``"error"``, or ``"-inf"`` for a log-probability of ``-inf`` without a
+    # gradient
     missing_target: Missing = "error"
 
     def __post_init__(self) -> None:

@@ -25,13 +25,6 @@ class VocabShard:
     Plain tensors that are a shard need one with a ``group``.  Full tensors and DTensors need one only if they are
     padded beyond the vocabulary.
 
-    Attributes:
-        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding with probability 0.
-        group: the process group over which the vocabulary is sharded; None for a full tensor and for a DTensor, which
-            has its own.
-        start: the first id of this rank's shard.  By default as in DTensor's layout (chunks of ceil(vocab / ranks))
-            or in Megatron-LM's (all ranks padded to one width), whichever fits the number of columns.
-
     Raises:
         ShapeError: ``vocab_size`` is not a positive integer, or ``start`` not an id of the vocabulary.
         OptionError: ``start`` is given without ``group``.
@@ -47,8 +40,12 @@ class VocabShard:
         ``token_logprobs(local, targets, shard=VocabShard(151936, mesh.get_group("tp")))``.
     """
 
-    vocab_size: int
+    vocab_size: int  # number of tokens in the vocabulary; columns at or beyond it are padding with probability 0
+    # the process group over which the vocabulary is sharded; None for a full tensor and for a DTensor, which has its
+    # own
     group: dist.ProcessGroup | None = None
+    # the first id of this rank's shard.  By default as in DTensor's layout (chunks of ceil(vocab / ranks)) or in
+    # Megatron-LM's (all ranks padded to one width), whichever fits the number of columns
     start: int | None = None
 
     def __post_init__(self) -> None:

@@ -21,22 +21,16 @@ VOCAB_PADDING = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSize:
-    """The sizes of a model and of the engine that serves it.
+    """The sizes of a model and of the engine that serves it."""
 
-    Args:
-        num_attention_heads: of the model.
-        num_key_value_heads: of the model; ``None`` for multi-head latent attention, and where it is the same.
-        tp: tensor-parallel ranks.
-        ep: expert-parallel ranks, of the same ``tp`` ranks: each has the experts of its ``ep`` rank, cut over
-            ``tp / ep`` ranks.  vLLM has 1 and, with ``enable_expert_parallel``, ``tp``.
-        vocab_padding: the vocabulary is padded to a multiple of this.
-    """
-
-    num_attention_heads: int
+    num_attention_heads: int  # of the model
+    # of the model; ``None`` for multi-head latent attention, and where it is the same
     num_key_value_heads: int | None = None
-    tp: int = 1
+    tp: int = 1  # tensor-parallel ranks
+    # expert-parallel ranks, of the same ``tp`` ranks: each has the experts of its ``ep`` rank, cut over ``tp / ep``
+    # ranks.  vLLM has 1 and, with ``enable_expert_parallel``, ``tp``
     ep: int = 1
-    vocab_padding: int = VOCAB_PADDING
+    vocab_padding: int = VOCAB_PADDING  # the vocabulary is padded to a multiple of this
 
     def __post_init__(self) -> None:
         for field in ("num_attention_heads", "tp", "ep", "vocab_padding"):

@@ -27,30 +27,22 @@ Engine = Literal["vllm", "sglang"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRule:
-    """An engine's storage of checkpoint tensors with names that match a pattern.
+    """An engine's storage of checkpoint tensors with names that match a pattern."""
 
-    Args:
-        pattern: a shell-style pattern for full names, as ``"*.self_attn.q_proj.weight"``.
-        split: how the tensor is cut over ``tp``.
-        fused_into: the module that takes the place of the tensor's own, where the engine fuses several; ``None``
-            where it keeps its own.
-        position: the place among the fused matrices, from 0: they follow one another on dim 0.
-        expert: whether the name has the number of an expert, and the engine stacks the experts in one parameter.
-        stacked: whether the checkpoint stacks the experts: ``[experts, in, out]``, a bias ``[experts, out]``.  The
-            engine keeps ``[experts, out, in]``; rows are output features, columns are input features.
-        matrices: how many matrices follow one another in the output features of a stacked tensor; each is cut for
-            itself.
-        only_with: the rule holds only where the tensor's module has a sibling of this name.
-    """
-
-    pattern: str
-    split: EngineSplit
+    pattern: str  # a shell-style pattern for full names, as ``"*.self_attn.q_proj.weight"``
+    split: EngineSplit  # how the tensor is cut over ``tp``
+    # the module that takes the place of the tensor's own, where the engine fuses several; ``None`` where it keeps its
+    # own
     fused_into: str | None = None
-    position: int = 0
+    position: int = 0  # the place among the fused matrices, from 0: they follow one another on dim 0
+    # whether the name has the number of an expert, and the engine stacks the experts in one parameter
     expert: bool = False
+    # whether the checkpoint stacks the experts: ``[experts, in, out]``, a bias ``[experts, out]``.  The engine keeps
+    # ``[experts, out, in]``; rows are output features, columns are input features
     stacked: bool = False
+    # how many matrices follow one another in the output features of a stacked tensor; each is cut for itself
     matrices: int = 1
-    only_with: str | None = None
+    only_with: str | None = None  # the rule holds only where the tensor's module has a sibling of this name
 
     def __post_init__(self) -> None:
         if self.split not in get_args(EngineSplit):

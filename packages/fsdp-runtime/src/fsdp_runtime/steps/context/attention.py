@@ -47,23 +47,6 @@ from fsdp_runtime.values import require_one_of
 class ContextAttention:
     """The attention of one model over a context-parallel axis, or over packed rows.
 
-    Args:
-        group: the ranks of the axis; ``None`` for full rows on every rank.
-        load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
-        context_parallel: how queries meet the keys of other ranks: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
-        masked: the current batch has an attention mask; set once per forward, without reading values.
-        padding: ``[batch, seq]``, that mask.
-        documents: the documents of the current rows.
-        positions: ``[batch, seq]``, each token's position in its document or on its path where ``documents`` or
-            ``subtree_end`` is given, else ``None``.
-        subtree_end: ``[batch, seq]`` of a row with shared prefixes (see ``TreeRow``), else ``None``.
-        eager: returns the model's attention function for a class of modules.  It computes the scores instead of torch's
-            function: with sinks, soft caps or biases.
-        packed_sequences: rows may hold several documents, so a padding mask is refused beside position ids.
-        unmasked: a module that attends to later tokens and takes no mask of documents, else ``""``.
-        whole_rows: every rank computes full rows alone, with caches; see ``whole_rows`` of ``step``.
-        kernels: the kernels that compute attention over documents and windows without a mask; none by default.
-
     Example:
         >>> import torch
         >>> from torch import nn
@@ -77,18 +60,24 @@ class ContextAttention:
         torch.Size([1, 4, 2, 8])
     """
 
-    group: Any  # a ``ProcessGroup`` or ``None``
-    load_balancer: LoadBalancer
+    group: Any  # a ``ProcessGroup``, the ranks of the axis; ``None`` for full rows on every rank
+    load_balancer: LoadBalancer  # the tokens that each rank holds, see ``SequenceLayout``
+    # how queries meet the keys of other ranks: ``"allgather"``, ``"ulysses"`` or ``"ring"``
     context_parallel: Method = "allgather"
-    masked: bool = False
-    padding: Tensor | None = None
-    documents: CurrentDocuments = field(default_factory=CurrentDocuments)
+    masked: bool = False  # the current batch has an attention mask; set once per forward, without reading values
+    padding: Tensor | None = None  # ``[batch, seq]``, that mask
+    documents: CurrentDocuments = field(default_factory=CurrentDocuments)  # the documents of the current rows
+    # ``[batch, seq]``, each token's position in its document or on its path where ``documents`` or ``subtree_end`` is
+    # given, else ``None``
     positions: Tensor | None = None
-    subtree_end: Tensor | None = None
+    subtree_end: Tensor | None = None  # ``[batch, seq]`` of a row with shared prefixes (see ``TreeRow``), else ``None``
+    # returns the model's attention function for a class of modules.  It computes the scores instead of torch's
+    # function: with sinks, soft caps or biases
     eager: Callable[[type], Any] | None = None
-    packed_sequences: bool = False
-    unmasked: str = ""
-    whole_rows: bool = False
+    packed_sequences: bool = False  # rows may hold several documents, so a padding mask is refused beside position ids
+    unmasked: str = ""  # a module that attends to later tokens and takes no mask of documents, else ``""``
+    whole_rows: bool = False  # every rank computes full rows alone, with caches; see ``whole_rows`` of ``step``
+    # the kernels that compute attention over documents and windows without a mask; none by default
     kernels: AttentionKernels = field(default_factory=AttentionKernels)
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _made_masks: bool = False  # in this forward
