@@ -32,13 +32,6 @@ class Selection(TorchFunctionMode):
         super().__init__()
         self.router, self.wanted, self.has_holes = router, wanted, has_holes
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.call(func, args, kwargs or {})
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call one function of the router's code."""
-        raise NotImplementedError
-
     def selected(self) -> Tensor:
         """Return the experts of every token, ``[tokens, k]`` int64."""
         if self.choice is None:
@@ -64,8 +57,8 @@ class Selection(TorchFunctionMode):
 class TopKSelection(Selection):
     """Selection by ``torch.topk`` over the scores of all experts, among all or some groups of experts."""
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Select in the router's top-k over experts or over groups of experts; call other functions unchanged."""
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         scores = _scores(func, _TOPK, self.router, args, kwargs)
         if scores is None or scores.ndim != 2:
             return func(*args, **kwargs)
@@ -81,7 +74,7 @@ class TopKSelection(Selection):
     def _groups(self, scores: Tensor, ids: Tensor) -> Tensor:
         """Return groups that contain the wanted experts, then the groups with the highest scores."""
         size = self.router.experts // scores.shape[-1]
-        routes = self.wanted.to(scores.device, torch.int64)  # type: ignore[union-attr]  # set, see call
+        routes = self.wanted.to(scores.device, torch.int64)  # type: ignore[union-attr]  # set, see its caller
         if routes.shape[0] != scores.shape[0]:
             return ids  # the selection refuses the routes, with the numbers
         missing = routes < 0
@@ -99,8 +92,8 @@ class SparseMixerSelection(Selection):
     calls = 0
     experts: tuple[Tensor, ...] = ()
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace thresholds and selected experts."""
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         scores = _scores(func, _MAX, self.router, args, kwargs)
         if scores is None or not ({"dim"} & kwargs.keys() or len(args) > 1):
             return func(*args, **kwargs)
