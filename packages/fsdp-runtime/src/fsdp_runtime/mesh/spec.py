@@ -317,8 +317,8 @@ def require_axes(mesh: DeviceMesh, *, stages: bool = True) -> None:
     names = mesh.mesh_dim_names or ()
     if PIPELINE in names and not stages:
         raise MeshError(
-            f"the mesh has pp={mesh[PIPELINE].size()}, and a trainer calls the whole model: use a mesh without pp, or "
-            "call forward_backward of fsdp_runtime.steps in your loop"
+            f"the mesh has pp={mesh[PIPELINE].size()}, and a trainer calls the whole model: use a mesh without pp, "
+            "Trainer or SFTTrainer, or forward_backward of fsdp_runtime.steps in your loop"
         )
     if not names or (unknown := [name for name in names if name not in (PIPELINE, *AXES)]):
         axes = f"axes {', '.join(unknown)}" if names else "unnamed axes"

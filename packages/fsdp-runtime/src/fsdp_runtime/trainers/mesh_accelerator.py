@@ -217,7 +217,7 @@ class MeshAccelerator(StateMixin, Accelerator):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Accumulate gradients locally; the first backward after the ``with`` reduces them over ``dp``."""
         own = self.unwrap_model(model)
-        return no_sync(own) if stages_of(own) is None else nullcontext()  # a schedule reduces once
+        return no_sync(own) if stages_of(own) is None else nullcontext(own)  # a schedule reduces once
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of a loss; inside of :meth:`scheduled_losses` leave it to the schedule."""
@@ -228,7 +228,7 @@ class MeshAccelerator(StateMixin, Accelerator):
 
     @contextmanager
     def scheduled_losses(self) -> Iterator[list[Tensor]]:
-        """Yield the list of the losses whose backward a schedule of pipeline stages runs."""
+        """Yield a list of losses; the schedule of pipeline stages runs their backward."""
         self._scheduled = []
         try:
             yield self._scheduled

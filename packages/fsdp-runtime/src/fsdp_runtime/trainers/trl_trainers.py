@@ -67,9 +67,9 @@ class TrlMixin(MeshTrainerMixin):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the metrics that the last pipeline stage has counted."""
         if self._stages is not None:
-            self._metrics, self._total_train_tokens = self._stages.of_last_stage(
-                (self._metrics, self._total_train_tokens)
-            )
+            names: dict[str, Any] = self.__dict__
+            counted = {name: names[name] for name in ("_metrics", "_total_train_tokens")}
+            names.update(self._stages.of_last_stage(counted))
         super().log(logs, *args, **kwargs)
 
     def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
