@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh import MeshSpec
+from fsdp_runtime.steps import Pipeline
 from fsdp_runtime.trainers.verl.flags import refuse, require_types
 from fsdp_runtime.trainers.verl.verl_api import ActorConfig, CriticConfig, EngineConfig, HFModelConfig, PrecisionType
 
@@ -22,6 +23,8 @@ ELSEWHERE = {
     "context_parallel_size": "cp",
     "ulysses_parallel_size": "cp, with context_parallel=ulysses",
     "expert_model_parallel_size": "ep",
+    "pipeline_model_parallel_size": "pp",
+    "pipeline_parallel_size": "pp",
     "expert_parallel_size": "ep",
     "data_parallel_replicate_size": "dp_replicate",
     "data_parallel_shard_size": "dp_shard",
@@ -43,6 +46,8 @@ class FsdpRuntimeEngineConfig(EngineConfig):
     cp: int = 1  # ranks that a sequence is sharded over
     tp: int = 1  # ranks that layers are sharded over
     ep: int = 1  # ranks that experts are divided over
+    pp: int = 1  # ranks that blocks are divided over, in stages
+    pp_schedule: str = "1F1B"  # as in ``fsdp_runtime.steps.Pipeline``; a batch has any number of micro-batches
     plan: str | None = "auto"  # options down to ``compile`` as in ``fsdp_runtime.parallelize``
     sequence_parallel: bool = False  # shard activations between blocks over ``tp``
     context_parallel: str = "allgather"  # ``allgather``, ``ulysses`` or ``ring``
@@ -100,8 +105,13 @@ class FsdpRuntimeEngineConfig(EngineConfig):
                     f"cp={cp} and context_parallel={self.context_parallel} are given: leave one out"
                 )
             cp = ulysses
-        spec = MeshSpec(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=self.tp, ep=self.ep)
+        spec = MeshSpec(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=self.tp, ep=self.ep, pp=self.pp)
         return spec.resolve(dist.get_world_size()) if dist.is_initialized() else spec
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The step of pipeline stages, ``None`` without them; each batch has a number of micro-batches."""
+        return Pipeline(self.pp_schedule, microbatches=2 * self.pp) if self.pp > 1 else None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -233,6 +243,11 @@ def check_flags(config: FsdpRuntimeEngineConfig) -> None:
     refuse("router_replay.", "EngineRouterReplayConfig", config.router_replay)
     if unknown := {*(config.mixed_precision or {})} - {"param_dtype", "reduce_dtype", "buffer_dtype"}:
         raise OptionError(f"mixed_precision has {min(unknown)!r}: write param_dtype and reduce_dtype")
+    if config.pp > 1 and config.router_replay.mode != "disabled":
+        raise OptionError(
+            f"router_replay.mode={config.router_replay.mode!r} reads the routes of all blocks, and pp={config.pp} "
+            "divides them: use pp=1, or mode=disabled"
+        )
     if config.sync_dtype is not None:
         to_dtype("sync_dtype", config.sync_dtype)
     buffer_dtype = (config.mixed_precision or {}).get("buffer_dtype")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fsdp_runtime import no_sync, offload, onload, stream_weights, submesh
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sharded import first_rank_speaks
+from fsdp_runtime.steps.pipeline.schedule import run_stages
 from fsdp_runtime.sync import require_servable
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl import export, verl_api
@@ -25,7 +26,7 @@ from fsdp_runtime.trainers.verl.config import check_configs, to_dtype
 from fsdp_runtime.trainers.verl.micro_batches import cut, vocabulary_of
 from fsdp_runtime.trainers.verl.model import build_module, optimizer_of, parallelized, scheduler_of, trained_parameters
 from fsdp_runtime.trainers.verl.replay import nested_routes, recorded_or_replayed, way_of
-from fsdp_runtime.trainers.verl.rows import idle_rows, rows_of
+from fsdp_runtime.trainers.verl.rows import Rows, idle_rows, rows_of
 from fsdp_runtime.trainers.verl.scores import TokenScores, TokenValues
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,10 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank hands verl the outputs of the ranks that share its samples."""
+        if (step := self.engine_config.pipeline) is not None:
+            stages = self.mesh["pp"]
+            if stages.get_local_rank() != step.stage_ranks(stages.size())[-1]:
+                return False
         return all(int(self.mesh[axis].get_local_rank()) == 0 for axis in ("tp", "cp"))
 
     def initialize(self) -> None:
@@ -154,6 +159,13 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         micro_batches = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp, words=words)
         accumulates = self.engine_config.use_no_sync_for_gradient_accumulation
         keeps = forward_only or verl_api.tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
+        if self.engine_config.pipeline is not None:
+            outputs, losses = self._scheduled(micro_batches, loss_function, forward_only)
+            if not outputs:
+                return {"model_output": {}, "loss": losses, "metrics": {}}
+            if not keeps:
+                outputs = [{**output, "model_output": {}} for output in outputs]
+            return verl_api.postprocess_batch_func(output_lst=outputs, indices=micro_batches.indices, data=data)
         outputs = []
         for index in range(micro_batches.count):
             idle = index >= len(micro_batches.batches)
@@ -164,7 +176,9 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
                 torch.profiler.record_function(f"micro_batch{index}"),
             ):
                 if idle:
-                    self._idle(forward_only=forward_only)
+                    loss = self._idle_loss(idle_rows(self.mesh, self.engine_config))
+                    if not forward_only:
+                        loss.backward()
                     continue
                 loss, output = self._forward(micro_batches.batches[index], loss_function, forward_only)
                 if not forward_only:
@@ -174,11 +188,31 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
             outputs.append(output)
         return verl_api.postprocess_batch_func(output_lst=outputs, indices=micro_batches.indices, data=data)
 
+    def _scheduled(
+        self, micro_batches: Any, loss_function: Any, forward_only: bool
+    ) -> tuple[list[dict[str, Any]], list[float]]:
+        """Run all micro-batches in pipeline stages; return the outputs on the last stage, and the losses."""
+        own, idle = micro_batches.batches, micro_batches.count - len(micro_batches.batches)
+        rows = [*map(self._rows, own), *([idle_rows(self.mesh, self.engine_config)] * idle)]
+        outputs: dict[int, dict[str, Any]] = {}
+
+        def last(index: int) -> Tensor:
+            if index >= len(own):
+                return self._idle_loss(rows[index])
+            loss, outputs[index] = self._forward(own[index], loss_function, forward_only)
+            return loss
+
+        losses = run_stages(self.module, [each.inputs for each in rows], last, backward=not forward_only)
+        return [outputs[index] for index in sorted(outputs)], losses[: len(own)].tolist()
+
+    def _rows(self, micro_batch: Any) -> Rows:
+        packs = bool(self.model_config.use_remove_padding)
+        return rows_of(micro_batch.to(verl_api.get_device_id()), self.mesh, self.engine_config, packs=packs)
+
     def _forward(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> tuple[Any, dict[str, Any]]:
         """Run one micro-batch and its loss."""
         micro_batch = micro_batch.to(verl_api.get_device_id())
-        packs = bool(self.model_config.use_remove_padding)
-        rows = rows_of(micro_batch, self.mesh, self.engine_config, packs=packs)
+        rows = self._rows(micro_batch)
         asked = verl_api.tensordict_utils.get_non_tensor_data(micro_batch, "enable_routing_replay", None)
         way = way_of(
             "disabled" if self._adapter_is_off else self.engine_config.router_replay.mode,
@@ -198,11 +232,10 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         kept = {name: values.detach() for name, values in output.items()}  # not the graph
         return loss, {"model_output": kept, "loss": float(loss.detach()), "metrics": metrics}
 
-    def _idle(self, *, forward_only: bool) -> None:
-        """Take part in the collectives of a micro-batch that this rank does not have, with gradients of zero."""
-        scores = self._scores(idle_rows(self.mesh, self.engine_config), {}, None)
-        if not forward_only:
-            torch.autograd.backward(torch.stack([values.sum() * 0 for values in scores.values()]).sum())
+    def _idle_loss(self, rows: Rows) -> Tensor:
+        """Take part in the collectives of a micro-batch that this rank does not have; the loss is zero."""
+        scores = self._scores(rows, {}, None)
+        return torch.stack([values.sum() * 0 for values in scores.values()]).sum()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move parts to the host (``"cpu"``) or to the device (its name); a part already there stays."""
@@ -255,6 +288,10 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         dtype = self._sync_dtype()
         if not hasattr(self.module, "peft_config") or merges or base_sync_done is None:
             return self._streamed(stream_weights(self.module, dtype=dtype)), None
+        if self.engine_config.pp > 1:
+            raise OptionError(
+                f"the adapter alone is not sent from pp={self.engine_config.pp} stages: set model.lora.merge=True"
+            )
         require_servable(self.module, export.ADAPTER)
         config = self.module.peft_config[export.ADAPTER].to_dict()  # its types as enums
         if base_sync_done:

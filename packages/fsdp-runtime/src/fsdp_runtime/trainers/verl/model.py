@@ -95,6 +95,8 @@ def parallelized(
     if recompute is None:
         recompute = "block" if model_config.enable_gradient_checkpointing and not config.forward_only else "none"
     steps: list[Step[Any]] = [ExpertParallel(exchange=config.exchange)] if config.axes.ep > 1 else []
+    if config.pipeline is not None:
+        steps.append(config.pipeline)
     if config.float8 is not None:
         steps.append(Float8(config.float8, config.float8_emulate))  # type: ignore[arg-type]
     computes = None if config.compute_dtype == config.parameter_dtype == torch.float32 else config.compute_dtype
