@@ -178,7 +178,7 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
                 if idle:
                     loss = self._idle_loss(idle_rows(self.mesh, self.engine_config))
                     if not forward_only:
-                        loss.backward()
+                        torch.autograd.backward(loss)
                     continue
                 loss, output = self._forward(micro_batches.batches[index], loss_function, forward_only)
                 if not forward_only:
