@@ -44,6 +44,7 @@ class RuntimeState:
     unloaded: Any = None  # the hooks that refuse a forward with parameters on meta
     not_quantized: Mapping[str, str] = field(default_factory=dict)  # matrices in blocks, with the reason
     multi_token: int = 0  # number of multi-token heads among the blocks
+    multi_token_heads: Any = None  # their ``MultiTokenHeads``
     source: Any = None  # the checkpoint that the weights came from
 
     def __getstate__(self) -> dict[str, Any]:

@@ -38,9 +38,11 @@ class MultiTokenHeads:
     Packed documents do not see one another, and a target in another document does not count.
 
     Args:
-        model: a causal language model of transformers: DeepSeek-V3, GLM-4.5 and later, Qwen3-Next, Qwen3.5.
+        model: a causal language model of transformers: of DeepSeek-V3 and V3.2, GLM-4.5 to 5, Qwen3-Next, Qwen3.5,
+            MiMo-V2-Flash, K-EXAONE, Hy3, Ling 2.5 or Mellum.
         count: the number of heads; the config's by default, 1 where it states none.
         detach: train the heads alone: trunk, embedding and LM head get no gradient from their loss.
+        loss_scaling_factor: the weight of the heads' loss in a trainer of ``fsdp_runtime.trainers``.
 
     Raises:
         ModelError: the names of the class's heads are unknown, or the model has heads or is parallelized already.
@@ -61,7 +63,14 @@ class MultiTokenHeads:
         [(2, 5, 16)]
     """
 
-    def __init__(self, model: nn.Module, count: int | None = None, *, detach: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        count: int | None = None,
+        *,
+        detach: bool = False,
+        loss_scaling_factor: float | None = None,
+    ) -> None:
         base = base_model(model)
         config: Any = getattr(base, "config", None)
         kind = getattr(config, "model_type", None)
@@ -75,11 +84,13 @@ class MultiTokenHeads:
         if count < 1 or (count > 1 and not layout.several):
             raise OptionError(f"count={count}: {kind} has 1 head{' or more' if layout.several else ''}")
         types = layout.types(config, count)
-        self.detach, self._base = detach, base
+        self.detach, self.loss_scaling_factor, self._base = detach, loss_scaling_factor, base
         #: The states of each head, ``[batch, seq, features]``, of the last forward; the LM head gives its logits.
         self.hidden_states: list[Tensor] = []
         #: The mean of the heads' losses in the last forward, ``None`` without ``labels``.
         self.loss: Tensor | None = None
+        #: The divisor of the heads' summed losses, for forwards without ``num_items_in_batch``.
+        self.num_items_in_batch: Tensor | int | None = None
         self._inputs: dict[str, Any] = {}
         self._arguments: dict[str, Any] = {}
         trunk = base.get_decoder()
@@ -87,16 +98,26 @@ class MultiTokenHeads:
         first = _append(base, trunk.layers, lender, types, count)
         prefixes = {depth: f"{base.base_model_prefix}.layers.{first + depth}." for depth in range(count)}
         rename_in_checkpoints(base, layout.renamings(prefixes))
-        runtime_state(base).multi_token = count
+        runtime_state(base).multi_token, runtime_state(base).multi_token_heads = count, self
         if hasattr(config, "num_mtp_layers"):
             config.num_mtp_layers = count
         hook_forward(lender, "lends its arguments to multi-token heads", before=self._lend)
         hook_forward(trunk, "runs multi-token heads", before=self._take, after=self._run)
         hook_model(model, "gives labels to multi-token heads", self._begin)
 
+    @staticmethod
+    def of(model: nn.Module) -> MultiTokenHeads | None:
+        """Return the heads of a model, ``None`` without heads."""
+        heads: MultiTokenHeads | None = runtime_state(base_model(model)).multi_token_heads
+        return heads
+
     def _begin(self, _module: nn.Module, _args: Any, kwargs: Any) -> None:
         self.hidden_states, self.loss, self._arguments = [], None, {}
-        self._inputs = {name: kwargs.get(name) for name in ("labels", "num_items_in_batch")}
+        items = kwargs.get("num_items_in_batch")
+        self._inputs = {
+            "labels": kwargs.get("labels"),
+            "num_items_in_batch": self.num_items_in_batch if items is None else items,
+        }
 
     def _lend(self, _block: nn.Module, _args: Any, kwargs: Any) -> None:
         self._arguments = {**kwargs, "cache": None, "use_cache": False}
