@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,29 @@ def test_a_mixture(mesh: dict[str, Any], two_ranks: RankPool, checkpoints: dict[
     path = checkpoints["mixture"]
     expected = _verls(two_ranks, path)
     agree(expected, two_ranks.run(drive.run, drive.OURS, path, **mesh, **OPTIM)[0], scores=("log_probs", "entropy"))
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[RankPool]:
+    pool = RankPool(1)
+    yield pool
+    pool.close()
+
+
+MUON = {"optimizer_impl": "fsdp_runtime.optim", "optimizer": "Muon"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [("dense", {}), ("dense", {"tp": 2}), ("dense", {"cp": 2}), ("mixture", {"ep": 2})]
+)
+def test_muon_takes_the_steps_of_one_process(
+    kind: str, mesh: dict[str, Any], one_rank: RankPool, two_ranks: RankPool, checkpoints: dict[str, str]
+) -> None:
+    optim = {**MUON, "override_optimizer_config": {"adamw_eps": 1e-3, "ns_dtype": "float32"}}
+    if f"muon {kind}" not in _known:
+        _known[f"muon {kind}"] = one_rank.run(drive.run, drive.OURS, checkpoints[kind], optim=optim)[0]
+    found = two_ranks.run(drive.run, drive.OURS, checkpoints[kind], optim=optim, **mesh)[0]
+    agree(_known[f"muon {kind}"], found, scores=("log_probs", "entropy"))
 
 
 _known: dict[str, Any] = {}

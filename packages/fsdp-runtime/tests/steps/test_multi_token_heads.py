@@ -25,6 +25,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.errors import LayoutError, RoutesError
 from fsdp_runtime.steps import MultiTokenHeads
+from fsdp_runtime.steps.multi_token_layouts import LAYOUTS
 from harness.float64 import compute_in_float64
 from harness.models import tiny_inputs
 from harness.parity import gradient_errors, largest, mesh_for
@@ -36,9 +37,17 @@ DOCUMENTS = (5, 2, 9)
 OPTIONS = {"use_cache": False, "num_items_in_batch": ROWS * LENGTH}
 
 
+def _plain(name: str) -> Any:
+    """A tiny model; its config states the attention of heads where the tiny decoder has none of the default type."""
+    model = tiny_model(coverage_entries()[name])
+    if name in ("mellum", "exaone_moe"):
+        model.config.mtp_layer_types = ["full_attention"]
+    return model
+
+
 def _model(name: str, **options: Any) -> tuple[Any, MultiTokenHeads]:
     """A model with jittered heads, in float64."""
-    model = tiny_model(coverage_entries()[name])
+    model = _plain(name)
     heads = MultiTokenHeads(model, **options)
     draw = torch.Generator().manual_seed(5)
     for block in model.model.layers[model.config.num_hidden_layers :]:
@@ -90,7 +99,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "context parallel": ("qwen3_next", {"cp": 2}, {}, {}),
     "packed, context parallel": ("glm4_moe", {"cp": 2}, {"packed_sequences": True}, {"count": 2}),
     "packed": ("qwen3_5_text", {"dp_shard": 2}, {"packed_sequences": True}, {}),
+    "states sharded on the sequence": ("qwen3_5_text", {"tp": 2}, {"sequence_parallel": True}, {}),
+    "sliding windows and dense heads": ("mimo_v2_flash", {"tp": 2}, {}, {"count": 2}),
+    "blocks that return a tuple": ("glm_moe_dsa", {"dp_shard": 2, "ep": 2}, {}, {"count": 2}),
 }
+#: The rows that no case has.
+MORE = [(name, axes) for name in LAYOUTS for axes in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2})]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -98,14 +112,25 @@ def test_multi_token_heads_have_the_gradients_of_one_process(two_ranks: RankPool
     assert two_ranks.run(_wrong, *CASES[case]) == [[]] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "axes"), MORE)
+def test_multi_token_heads_of_each_family_have_the_gradients_of_one_process(
+    two_ranks: RankPool, name: str, axes: Mapping[str, int]
+) -> None:
+    assert two_ranks.run(_wrong, name, axes, {}, {}) == [[]] * 2
+
+
 def test_multi_token_heads_of_experts_on_an_axis_have_the_gradients_of_one_process(four_ranks: RankPool) -> None:
     assert four_ranks.run(_wrong, "qwen3_next", {"dp_shard": 2, "tp": 2, "ep": 4}, {}, {}) == [[]] * 4
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mellum"])
 def test_multi_token_heads_in_one_process_equal_those_of_transformers(name: str) -> None:
     with compute_in_float64():
-        plain = tiny_model(coverage_entries()[name])
+        plain = _plain(name)
+        plain.config.num_mtp_layers = 1
+        plain.config.mtp_layer_types = ["full_attention"] if hasattr(plain.config, "layer_types") else None
+        plain.config.mtp_mlp_layer_types = ["sparse"]
         model, heads = _model(name)
         rows = tiny_inputs(model, batch=2, length=LENGTH)["input_ids"]
         model(rows, labels=rows, use_cache=False)
@@ -182,6 +207,12 @@ def test_multi_token_heads_refuse_models_counts_and_embeddings() -> None:
         MultiTokenHeads(model)
     with pytest.raises(ModelError, match="LlamaForCausalLM has no known multi-token heads"):
         MultiTokenHeads(tiny_model(coverage_entries()["llama"]))
+    with pytest.raises(ModelError, match="its trunk runs every block of its list"):
+        MultiTokenHeads(tiny_model(coverage_entries()["nemotron_h"]))
+    with pytest.raises(ModelError, match="give the config mtp_layer_types"):
+        MultiTokenHeads(tiny_model(coverage_entries()["exaone_moe"]))
+    with pytest.raises(ModelError, match="need a block of sliding_attention: layer_types="):
+        MultiTokenHeads(tiny_model(coverage_entries()["mellum"]))
     with pytest.raises(OptionError, match="count=2: qwen3_next has 1 head"):
         MultiTokenHeads(tiny_model(coverage_entries()["qwen3_next"]), count=2)
     rows = tiny_inputs(model, batch=1, length=LENGTH)["input_ids"]

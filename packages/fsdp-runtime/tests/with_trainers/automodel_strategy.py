@@ -30,6 +30,7 @@ from nemo_automodel.components.distributed.cp_vision_frame_shard import CpVision
 from nemo_automodel.components.distributed.mesh import MeshContext, ParallelismSizes
 from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
 from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
+from nemo_automodel.components.optim.optimizer import build_optimizer
 from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,6 +38,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_runtime import MeshError, OptionError, load_weights, meta_device
+from fsdp_runtime.optim import Muon
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.trainers import automodel
 from harness.ranks import RankPool
@@ -182,6 +184,39 @@ REFUSED: dict[str, dict[str, Any]] = {
     "activation_checkpointing_scope": {"activation_checkpointing_scope": "vision"},
     "frame_sharding": {"multimodal": MultimodalDistributedConfig(vision=SHARDED_FRAMES)},
 }
+
+
+def stepped(folder: Path, sizes: dict[str, int] | None) -> dict[str, Tensor]:
+    """The weights after two steps of the optimizer that a recipe builds from its target's name."""
+    target, options = "fsdp_runtime.trainers.automodel.RecipeMuon", {"lr": 1e-2, "adamw_eps": 1e-3}
+    rows = torch.tensor([row["input_ids"] for row in token_rows(4)])
+    if sizes is None:
+        mesh, share = None, rows
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        options["model"] = model
+    else:
+        context = context_of(sizes)
+        mesh, model = context.device_mesh, sharded(folder, context)
+        share = rows.chunk(context.dp_size)[mesh["dp"].get_local_rank()]
+    (optimizer,) = build_optimizer(model, (target, {**options, "ns_dtype": "float32"}), device_mesh=mesh)
+    assert isinstance(optimizer, Muon)
+    for _ in range(2):
+        logits = model(input_ids=share).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), share[:, 1:].flatten()).backward()
+        synchronize_tp_replica_gradients([model], mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+    named = dict(model.named_parameters())
+    return dict(zip(named, full_tensors(list(named.values())), strict=True))
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_size": 2}], ids=str)
+def test_muon_of_a_recipe_takes_the_steps_of_one_process(
+    two_ranks: RankPool, folder: Path, sizes: dict[str, int]
+) -> None:
+    expected = stepped(folder, None)
+    for weights in two_ranks.run(stepped, folder, sizes):
+        assert not {name for name, weight in expected.items() if not (weights[name] - weight).abs().max() < 1e-6}
 
 
 def refusal(folder: Path, context: MeshContext, *, adapted: bool = False) -> str:

@@ -73,8 +73,8 @@ class MultiTokenHeads:
     ) -> None:
         base = base_model(model)
         config: Any = getattr(base, "config", None)
-        kind = getattr(config, "model_type", None)
-        layout = head_layout(kind if calls_loss_function(base) else None, type(base).__name__)
+        kind = str(getattr(config, "model_type", None))
+        layout = head_layout(kind if calls_loss_function(base) else "", type(base).__name__)
         if runtime_state(base).multi_token:
             raise ModelError(f"{type(base).__name__} has multi-token heads already: use them, or a fresh model")
         if any(isinstance(parameter, DTensor) for parameter in base.parameters()):

@@ -85,7 +85,7 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-def head_layout(kind: str | None, name: str) -> HeadLayout:
+def head_layout(kind: str, name: str) -> HeadLayout:
     """Return the layout of a family's heads; raise for a class without one."""
     if kind in LAYOUTS:
         return LAYOUTS[kind]

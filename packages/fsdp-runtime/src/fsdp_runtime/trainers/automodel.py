@@ -27,6 +27,7 @@ from fsdp_runtime import FSDP2, adopt_mesh, materialize, parallelize, sequence_l
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh import axis_size
+from fsdp_runtime.optim import Muon
 from fsdp_runtime.steps.context.step import padded
 from fsdp_runtime.trainers._automodel_compat import (
     allow_expert_parallelism,
@@ -74,6 +75,12 @@ class MeshParallelizer(ModelParallelizer):
         if axis_size(adopted, "cp") > 1:
             model.__dict__[_PREPARES] = _Sharder(adopted).prepare
         return model
+
+
+class RecipeMuon(Muon):
+    """:class:`~fsdp_runtime.optim.Muon` as a recipe's ``optimizer._target_``."""
+
+    # ``is_dion_optimizer`` of Automodel 0.7.0 takes any class of the name Muon for dion's.
 
 
 def _options(config: Any, mesh_context: Any) -> dict[str, Any]:

@@ -74,7 +74,6 @@ class MeshTrainerMixin(LogStepValues):
     mesh: DeviceMesh
     _takes_dispatched_batches = False
     _stages: StagedTraining | None = None
-    _gives_labels = True
 
     @first_rank_speaks()
     def __init__(
@@ -219,6 +218,11 @@ class MeshTrainerMixin(LogStepValues):
         summed = self.args.average_tokens_across_devices and num_items_in_batch is not None
         compute = partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
         return add_loss_of_heads(compute, model, num_items_in_batch, self.accelerator.num_processes if summed else 1)
+
+    @property
+    def _gives_labels(self) -> bool:
+        """True if the loss is of the labels of the model's forward."""
+        return True
 
     @property
     def _has_own_loss(self) -> bool:
