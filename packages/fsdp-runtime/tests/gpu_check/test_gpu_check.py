@@ -20,9 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import rl_logprobs
 from fsdp_runtime.gpu_check import __main__ as command
 from fsdp_runtime.gpu_check import bench, bench_attention, kernels, memory, parity, step_settings
+from fsdp_runtime.gpu_check import float8 as gpu_float8
 from fsdp_runtime.gpu_check.__main__ import checks_of, main
 from fsdp_runtime.gpu_check.bench_peers import Contender
 from fsdp_runtime.gpu_check.check_result import CheckResult, largest, markdown, within
+from fsdp_runtime.gpu_check.float8 import check_float8
 from fsdp_runtime.gpu_check.machine import World, accelerator, worlds
 from fsdp_runtime.gpu_check.memory import StepCost, check_memory, compared, expected_cost, lever, summary
 from fsdp_runtime.gpu_check.models import build
@@ -94,7 +96,7 @@ def test_the_page_begins_with_its_failures_and_counts():
 def test_every_world_has_its_checks():
     alone = {f"{check.section}: {check.what}" for checks in checks_of(World("cuda", 1, 1)) for check in checks}
     assert {name.partition(":")[0] for name in alone} == {
-        *("Parity", "Training", "Host waits", "Offload", "Kernels", "Memory")
+        *("Parity", "Training", "Host waits", "Offload", "Kernels", "Memory", "Float8")
     }
     numbers = [len(checks_of(World("cuda", size, 1))[0]) for size in (2, 4, 8)]
     own_devices = [len(checks_of(World("cuda", size, 8))[0]) for size in (2, 4, 8)]
@@ -107,8 +109,7 @@ def test_a_bench_on_the_cpu_writes_its_figures_as_a_page_and_as_json(tmp_path, m
     page = tmp_path / "bench.md"
     assert main(["--device", "cpu", "--bench", "--output", str(page)]) == 0
     text, data = page.read_text(), json.loads(page.with_suffix(".json").read_text())
-    sections = ["Ceilings", "From logits", "From hidden states", "Norm and clipping", "Packed rows"]
-    sections += ["A block in float8", "Steps"]
+    sections = ["Ceilings", "From logits", "From hidden states", "Norm and clipping", "Packed rows", "Steps"]
     assert list(dict.fromkeys(row["section"] for row in data["rows"])) == sections
     assert all(f"## {section}" in text for section in sections)
     ours = [row for row in data["rows"] if row["what"] == "rl-logprobs"]
@@ -117,13 +118,21 @@ def test_a_bench_on_the_cpu_writes_its_figures_as_a_page_and_as_json(tmp_path, m
     attention = [row for row in data["rows"] if row["section"] == "Packed rows"]
     assert len(attention) == 2
     assert all(row["error"] < 2**-6 for row in attention)  # of bfloat16
-    blocks = {row["what"]: row for row in data["rows"] if row["section"] == "A block in float8"}
-    assert "no multiple of 128" in blocks.pop("blockwise")["note"]
-    assert [blocks["bfloat16"]["error"], blocks["mxfp8"]["error"] > 0] == [0, True]
-    assert all(row["both_ms"] > 0 and row["error"] < 0.25 for row in blocks.values())
     steps = [row for row in data["rows"] if row["section"] == "Steps"]
     assert [row["what"] for row in steps] == ["ours", "transformers"] * 3
     assert all(row["both_ms"] > 0 and row["note"].endswith("k tokens a second") for row in steps)
+
+
+def test_check_float8_measures_each_recipe_beside_bfloat16(monkeypatch):
+    monkeypatch.setattr(bench, "SECONDS", 0.01)
+    plain, *others = check_float8(World("cpu", 1, 1), torch.device("cpu"))
+    assert plain.figure.endswith("1.00 of bfloat16's speed, 0 MiB, error 0")
+    recipes = {result.what.partition(",")[0]: result for result in others}
+    assert "no multiple of 128" in recipes.pop("blockwise").figure
+    assert [result.state for result in recipes.values()] == ["passed"] * 4
+    assert all(0 < float(result.figure.rpartition(" ")[2]) < 0.25 for result in recipes.values())
+    monkeypatch.setattr(gpu_float8, "ERROR", 0.0)
+    assert [result.state for result in check_float8(World("cpu", 1, 1), torch.device("cpu"))].count("failed") == 4
 
 
 def test_a_bench_names_contenders_that_fail_or_come_after_its_time():
@@ -134,7 +143,7 @@ def test_a_bench_names_contenders_that_fail_or_come_after_its_time():
 
     contenders = [Contender("broken", fails), Contender("whole", lambda x: x.sum(-1))]
     inputs, exact = [torch.ones(3, 4, dtype=torch.float64, requires_grad=True)], torch.full((3,), 4.5)
-    measure = partial(short._scored, inputs=inputs, exact=exact, floors=(1.0, 1.0))
+    measure = partial(short.scored, inputs=inputs, exact=exact, floors=(1.0, 1.0))
     broken, whole = short._contend("From logits", "3 x 4", contenders, measure)
     assert broken.note.startswith("RuntimeError: no kernel")
     assert (whole.section, whole.shape, whole.error) == ("From logits", "3 x 4", 0.5)

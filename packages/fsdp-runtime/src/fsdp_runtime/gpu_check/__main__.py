@@ -16,6 +16,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.gpu_check import training
 from fsdp_runtime.gpu_check.bench import bench
 from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, verdict
+from fsdp_runtime.gpu_check.float8 import check_float8
 from fsdp_runtime.gpu_check.kernels import check_kernels
 from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
 from fsdp_runtime.gpu_check.memory import check_memory
@@ -82,7 +83,10 @@ def checks_of(world: World) -> list[list[Check]]:
         Check("Offload", "bytes", training.check_offload),
         Check("Kernels", "Triton against torch", check_kernels),
     ]
-    memory = [Check("Memory", "steps and levers against the dry run", check_memory)]
+    memory = [
+        Check("Memory", "steps and levers against the dry run", check_memory),
+        Check("Float8", "a block beside bfloat16", check_float8),
+    ]
     return [checks, memory]
 
 

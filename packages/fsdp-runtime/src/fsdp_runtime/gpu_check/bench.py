@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.gpu_check.bench_attention import attention_contenders, exact_attention
-from fsdp_runtime.gpu_check.bench_float8 import float8_rows
 from fsdp_runtime.gpu_check.bench_peers import Contender, head_contenders, logit_contenders, norm_contenders
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import machine, optional
@@ -93,9 +92,7 @@ class Bench:
         self.rows.append(Row("Ceilings", "copy", f"{copied / 1e9:.0f} GB/s read and written"))
         self.rows.append(Row("Ceilings", "bfloat16 product", f"{multiplied / 1e12:.1f} TFLOP/s"))
         sections = self._logits(copied), self._heads(multiplied), self._norms(copied), self._attention(multiplied)
-        tokens = self.sizes.product  # of a block
-        in_float8 = float8_rows(self.device, tokens, multiplied, self._contend, self._scored)
-        for section in (*sections, in_float8, self._steps()):
+        for section in (*sections, self._steps()):
             for row in section:
                 self.rows.append(row)
                 sys.stderr.write(f"  {row.section}: {row.what}, {row.shape}\n")
@@ -159,9 +156,7 @@ class Bench:
                 gc.collect()  # a model and its hooks refer to one another
                 torch.cuda.empty_cache()
 
-    def _scored(
-        self, contender: Contender, inputs: Sequence[Tensor], exact: Tensor, floors: tuple[float, float]
-    ) -> Row:
+    def scored(self, contender: Contender, inputs: Sequence[Tensor], exact: Tensor, floors: tuple[float, float]) -> Row:
         """Return the row of a function of the inputs, with the least milliseconds of forward and of both passes.
 
         Its output is compared with the first values of ``exact``, unless it is a mean or has the entropy in it.
@@ -191,7 +186,7 @@ class Bench:
                 parts = zip(torch.split(logits, 256), torch.split(targets, 256), strict=True)
                 exact = torch.cat([_exact(*part) for part in parts])
             read = logits.nbytes / copied * 1e3  # milliseconds to read the logits once
-            measure = partial(self._scored, inputs=[logits], exact=exact, floors=(read, 4 * read))
+            measure = partial(self.scored, inputs=[logits], exact=exact, floors=(read, 4 * read))
             contenders = logit_contenders(targets, self.device)
             yield from self._contend("From logits", f"{tokens} x {columns}", contenders, measure)
 
@@ -205,7 +200,7 @@ class Bench:
                 exact = _exact(hidden[some].float() @ weight.float().t(), targets[some])
             product = 2 * tokens * features * columns / multiplied * 1e3
             inputs = [hidden, weight.requires_grad_()]
-            measure = partial(self._scored, inputs=inputs, exact=exact, floors=(product, 3 * product))
+            measure = partial(self.scored, inputs=inputs, exact=exact, floors=(product, 3 * product))
             contenders = head_contenders(targets, self.device)
             yield from self._contend("From hidden states", f"{name}, {tokens} tokens", contenders, measure)
 
@@ -232,7 +227,7 @@ class Bench:
             rows = [torch.randn(shape, device=self.device).bfloat16().requires_grad_() for _ in range(3)]
             product = 2 * number * length**2 * HEADS * HEAD_SIZE / multiplied * 1e3  # two, each with half of the pairs
             exact, floors = exact_attention(number, rows), (product, 3.5 * product)
-            measure = partial(self._scored, inputs=rows, exact=exact, floors=floors)
+            measure = partial(self.scored, inputs=rows, exact=exact, floors=floors)
             contenders = attention_contenders(number, length, self.device)
             yield from self._contend("Packed rows", f"{number} documents of {length}", contenders, measure)
 

@@ -13,6 +13,7 @@ MEANINGS = {
     "Routes": "The share of other routes; the largest difference of gradients from one process.",
     "Host waits": "Calls of a step that wait for the device, and their places.",
     "Levers": "Peak and time of a step beside the step without the lever.",
+    "Float8": "A block of Qwen3-8B: both passes, their speed and peak, and the largest difference, beside bfloat16.",
     "Kernels": "The largest difference between Triton's kernels and torch's operators.",
 }
 
