@@ -55,14 +55,18 @@ def _nf4(name: str, shape: tuple[int, int], *, nested: bool) -> tuple[dict[str, 
     return stored, (levels[codes].view(-1, 64) * amax[:, None]).view(shape)
 
 
-def _int8(name: str, shape: tuple[int, int], *, bitsandbytes: bool) -> tuple[dict[str, Tensor], Tensor]:
+def _int8(
+    name: str, shape: tuple[int, int], *, bitsandbytes: bool = False, zeros: bool = False
+) -> tuple[dict[str, Tensor], Tensor]:
     codes, scale = torch.randint(-127, 128, shape).to(torch.int8), torch.rand(shape[0]) + 0.5
     if bitsandbytes:
         stored = {name: codes, name.replace("weight", "SCB"): scale}
         return stored | {name.replace("weight", "weight_format"): torch.tensor(0, dtype=torch.uint8)}, codes * (
             scale / 127
         )[:, None]
-    return {name: codes, f"{name}_scale": scale[:, None]}, codes * scale[:, None]
+    zeros = torch.randint(-20, 20, (shape[0], 1)).to(torch.int8) * zeros
+    stored = {name: codes, f"{name}_scale": scale[:, None], f"{name}_zero_point": zeros}
+    return stored, (codes.int() - zeros) * scale[:, None]
 
 
 def _fp8(name: str, shape: tuple[int, int], *, blocks: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -128,11 +132,12 @@ def _torchao_int4(name: str, shape: tuple[int, int]) -> tuple[dict[str, Tensor],
     return {f"{layer}_weight_{part}": each.contiguous() for part, each in parts.items()}, values.float()
 
 
-_SCHEMES: dict[str, tuple[Any, dict[str, Any], str]] = {
+_SCHEMES: dict[str, tuple[Any, dict[str, Any], str | None]] = {
     "bitsandbytes nf4": (_nf4, {"nested": False}, "nf4"),
     "bitsandbytes nf4, nested": (_nf4, {"nested": True}, "nf4"),
     "bitsandbytes int8": (_int8, {"bitsandbytes": True}, "int8"),
-    "compressed-tensors int8": (_int8, {"bitsandbytes": False}, "int8"),
+    "compressed-tensors int8": (_int8, {}, "int8"),
+    "compressed-tensors int8, zeros": (_int8, {"zeros": True}, None),
     "fp8 blocks": (_fp8, {"blocks": True}, "fp8"),
     "fp8 tensor": (_fp8, {"blocks": False}, "fp8"),
     "gptq": (_gptq, {}, "int4"),
@@ -165,7 +170,8 @@ def _off(directory: str, values: dict[str, dict[str, Tensor]]) -> list[str]:
     plan = {"0.0.0": ColwiseParallel(), "0.0.1": RowwiseParallel()}
     wrong = []
     for scheme, expected in values.items():
-        for steps in ((Quantized(_SCHEMES[scheme][2], block_size=32),), ()):  # type: ignore[arg-type]
+        kind: Any = _SCHEMES[scheme][2]
+        for steps in ((), *([(Quantized(kind, block_size=32),)] if kind else [])):
             model = parallelize(_model().to("meta"), mesh_for({"tp": 2}), plan=plan, steps=steps)
             load_weights(model, f"{directory}/{scheme}", strict=True)
             loaded = dict(stream_weights(model))

@@ -24,7 +24,7 @@ from tp_plans.boxes import Box
 
 _BNB = ".quant_state.bitsandbytes__"
 #: Name endings of tensors of a scheme that is not read.
-_UNKNOWN = (".weight_packed", ".weight_zero_point", ".weight_scale_2", ".qweight", "_qdata", f"{_BNB}fp4")
+_UNKNOWN = (".weight_packed", ".weight_scale_2", ".qweight", "_qdata", f"{_BNB}fp4")
 _KINDS = {"F8_E4M3": "fp8", "I8": "int8"}
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -142,7 +142,7 @@ def _found(checkpoint: HubCheckpoint) -> Iterator[tuple[str, StoredWeight | Inte
         base = name.removesuffix("weight")
         if (weight := integer_weight(checkpoint, name, settings) or _torchao(checkpoint, name)) is not None:
             yield weight
-        elif unknown := next((end for end in _UNKNOWN if name.endswith(end) and not _is_read(tensors, name)), None):
+        elif unknown := next((end for end in _UNKNOWN if name.endswith(end)), None):
             raise ConversionError(
                 f"{name} {tensor.shape} {tensor.dtype} in {tensor.file} is of a scheme or layout that is not read "
                 f"({unknown}): bitsandbytes nf4 and int8, FP8, MXFP4, int8, and int4 of GPTQ, AWQ (gemm), "
@@ -159,13 +159,8 @@ def _found(checkpoint: HubCheckpoint) -> Iterator[tuple[str, StoredWeight | Inte
             scales = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in tensors), "")
             if scales and len(tensor.shape) == 2:
                 cell = _cell(settings, name, tensor, tensors[scales])
-                yield name, StoredWeight(kind, name, scales, tensor.shape, cell)
-
-
-def _is_read(tensors: Mapping[str, HubTensor], name: str) -> bool:
-    """Return whether a tensor of zeros is a part of packed integers."""
-    packed = tensors.get(f"{name.removesuffix('zero_point')}packed")
-    return name.endswith(".weight_zero_point") and packed is not None
+                zeros = f"{name}_zero_point" if f"{name}_zero_point" in tensors else ""
+                yield name, StoredWeight(kind, name, scales, tensor.shape, cell, zeros=zeros)
 
 
 def _torchao(checkpoint: HubCheckpoint, name: str) -> tuple[str, StoredWeight | IntegerWeight] | None:
