@@ -294,8 +294,15 @@ def test_load_weights_quantizes_codes_of_another_format(tmp_path: Path) -> None:
         ({"0.0.0.weight_packed": torch.zeros(2)}, "0.0.0.weight_packed .* is of a scheme or layout that is not read"),
         ({"0.0.0._weight_qdata": torch.zeros(2, 2, dtype=torch.int32)}, "_weight_qdata .* I32 in .* not read"),
         (
-            {**_gptq("0.0.1.weight", (192, 256))[0], "0.0.1.qweight": torch.zeros(24, 192).int()},
-            r"qweight \(24, 192\) I32 in .* not read",
+            {name: each for name, each in _gptq("0.0.1.weight", (192, 256))[0].items() if "g_idx" not in name},
+            r"qweight \(32, 192\) I32 in .* not read",
+        ),
+        (
+            {
+                **_compressed_int4("0.0.1.weight", (192, 256), symmetric=True)[0],
+                "0.0.1.weight_scale": torch.ones(192, 3),
+            },
+            r"weight_packed \(192, 32\) I32 in .* not read",
         ),
         (_gptq("0.0.1.weight", (192, 256))[0], "checkpoint_format=None .* write 'gptq'"),
         (

@@ -175,12 +175,11 @@ def _torchao(checkpoint: HubCheckpoint, name: str) -> tuple[str, StoredWeight | 
         return None
     weight, beside = f"{module}.{codes.removesuffix('_qdata')}", (f"{stem}scale", f"{stem}zero_point")
     if zeros is not None and zeros.dtype in _FLOATS:
-        words = Words(name, 1, word=8, flipped=8)
-        groups, columns = scales.shape[0], 2 * shape[1]
-        if kind != "int8" or scales.shape[1] != shape[0] or columns % groups:
-            return None
-        return weight, IntegerWeight(words, *beside, (shape[0], columns), groups, groups_first=True)
-    if any(size % parts for size, parts in zip(shape, scales.shape, strict=True)):
+        words, groups = Words(name, 1, word=8, flipped=8), scales.shape[0]
+        packed = IntegerWeight(words, *beside, (shape[0], 2 * shape[1]), groups, groups_first=True)
+        return (weight, packed) if kind == "int8" and packed.fits(tensors) else None
+    whole = all(size % parts == 0 for size, parts in zip(shape, scales.shape, strict=True))
+    if not whole or (zeros is not None and zeros.shape != scales.shape):
         return None
     cell = (shape[0] // scales.shape[0], shape[1] // scales.shape[1])
     return weight, StoredWeight(kind, name, beside[0], shape, cell, zeros=beside[1] if zeros is not None else "")

@@ -6,7 +6,7 @@ layouts: GPTQ's of AutoGPTQ and GPTQModel, AWQ's ``gemm``, compressed-tensors' `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import ConversionError
-from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
 from fsdp_runtime.weights.quantize.packed import PackedFormat
 from tp_plans.boxes import Box
 
@@ -34,6 +34,11 @@ class Words:
     positions: tuple[int, ...] = ()  # of the integers in a word; empty for their order
     added: int = 0  # to every integer of a word, with carries
     flipped: int = 0  # bits of every integer
+
+    def stored_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the shape of the words of a matrix."""
+        words = -(-shape[self.dim] * self.bits // self.word)
+        return (shape[0], words) if self.dim else (words, shape[1])
 
     def read(self, read: ReadPart, box: Box) -> Tensor:
         """Return a box of the matrix in int64."""
@@ -65,6 +70,15 @@ class IntegerWeight:
         """The names of the stored tensors."""
         zeros = self.zeros.name if isinstance(self.zeros, Words) else str(self.zeros)
         return self.words.name, self.scales, zeros, self.group_of_column
+
+    def fits(self, tensors: Mapping[str, HubTensor]) -> bool:
+        """Return whether the stored tensors have the shapes of this layout."""
+        codes, table = self.shape, (self.shape[0], self.groups)
+        codes, table = codes[::-1] if self.columns_first else codes, table[::-1] if self.groups_first else table
+        zeros = self.zeros.stored_shape(table) if isinstance(self.zeros, Words) else table
+        shapes = {self.words.name: self.words.stored_shape(codes), self.scales: table, self.parts[2]: zeros}
+        whole = bool(self.group_of_column) or self.shape[1] % self.groups == 0
+        return whole and all(tensors[name].shape == shape for name, shape in shapes.items() if name in tensors)
 
     def box(self, box: Box) -> Box:
         """Return the box of the stored matrix for a box of the model's weight."""
@@ -119,45 +133,49 @@ def integer_weight(
 ) -> tuple[str, IntegerWeight] | None:
     """Return a weight with its name if ``name`` has its packed integers; ``settings`` reads the checkpoint's config."""
     tensors, base = checkpoint.tensors, name.removesuffix("qweight").removesuffix("weight_packed")
-    if name.endswith(".qweight") and f"{base}scales" in tensors and f"{base}qzeros" in tensors:
-        weight = _gptq_or_awq(checkpoint, base, settings)
-    elif name.endswith(".weight_packed") and tensors[name].dtype == "I32" and f"{base}weight_shape" in tensors:
-        weight = _compressed(checkpoint, base)
+    parts: tuple[str, ...] = ("scales", "qzeros") if name.endswith(".qweight") else ("weight_scale", "weight_shape")
+    is_packed = name.endswith((".qweight", ".weight_packed")) and tensors[name].dtype == "I32"
+    if not is_packed or any(f"{base}{part}" not in tensors for part in parts):
+        return None
+    if len(tensors[name].shape) != 2 or len(tensors[f"{base}{parts[0]}"].shape) != 2:
+        return None
+    if name.endswith(".weight_packed"):
+        weights: Iterable[IntegerWeight] = _compressed(checkpoint, base)
+    elif f"{base}g_idx" in tensors:
+        weights = _gptq(tensors, base, settings)
     else:
-        return None
-    return (f"{base}weight", weight) if weight is not None else None
+        (inputs, _), (groups, outputs) = tensors[name].shape, tensors[f"{base}scales"].shape
+        words, zeros = (Words(f"{base}{part}", 1, positions=_AWQ) for part in ("qweight", "qzeros"))
+        weights = [IntegerWeight(words, f"{base}scales", zeros, (outputs, inputs), groups, True, True)]
+    return next(((f"{base}weight", weight) for weight in weights if weight.fits(tensors)), None)
 
 
-def _gptq_or_awq(
-    checkpoint: HubCheckpoint, base: str, settings: Callable[[], Mapping[str, Any]]
-) -> IntegerWeight | None:
-    tensors, index = checkpoint.tensors, f"{base}g_idx"
-    (rows, packed), (groups, columns) = tensors[f"{base}qweight"].shape, tensors[f"{base}scales"].shape
-    if packed * 8 == columns and index not in tensors and rows % groups == 0:
-        codes, zeros = (Words(f"{base}{part}", 1, positions=_AWQ) for part in ("qweight", "qzeros"))
-        return IntegerWeight(codes, f"{base}scales", zeros, (columns, rows), groups, True, True)
-    inputs = tensors[index].shape[0] if index in tensors else 0
-    if packed != columns or (bits := 32 * rows // max(inputs, 1)) not in (4, 8) or 32 * rows != bits * inputs:
-        return None
+def _gptq(
+    tensors: Mapping[str, HubTensor], base: str, settings: Callable[[], Mapping[str, Any]]
+) -> list[IntegerWeight]:
+    """Return the layouts of 4 and 8 bits."""
     version = settings().get("checkpoint_format") or ("gptq" if settings().get("quant_method") == "gptq" else None)
     if version not in ("gptq", "gptq_v2"):
         raise ConversionError(
             f"{base}qweight: checkpoint_format={version!r} in the quantization_config of config.json does not say "
             "whether stored zeros are one too low: write 'gptq' (AutoGPTQ; one too low) or 'gptq_v2'"
         )
-    codes = Words(f"{base}qweight", 0, bits)
-    zeros = Words(f"{base}qzeros", 1, bits, added=int(version == "gptq"))
-    return IntegerWeight(codes, f"{base}scales", zeros, (columns, inputs), groups, True, True, index)
+    (groups, outputs), (inputs,) = tensors[f"{base}scales"].shape, tensors[f"{base}g_idx"].shape
+    weights = []
+    for bits in (4, 8):
+        words = Words(f"{base}qweight", 0, bits), Words(f"{base}qzeros", 1, bits, added=int(version == "gptq"))
+        scales, index = f"{base}scales", f"{base}g_idx"
+        weights.append(IntegerWeight(words[0], scales, words[1], (outputs, inputs), groups, True, True, index))
+    return weights
 
 
-def _compressed(checkpoint: HubCheckpoint, base: str) -> IntegerWeight | None:
-    tensors, index, zero = checkpoint.tensors, f"{base}weight_g_idx", f"{base}weight_zero_point"
-    rows, columns = checkpoint.read(f"{base}weight_shape").tolist()
-    words = tensors[f"{base}weight_packed"].shape[-1]
-    groups = tensors[f"{base}weight_scale"].shape[-1]
-    bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words), 0)
-    if not bits or (columns % groups and index not in tensors) or (zero in tensors and tensors[zero].dtype != "I32"):
-        return None
-    zeros = Words(zero, 0, bits) if zero in tensors else 1 << bits - 1
-    codes, grouped = Words(f"{base}weight_packed", 1, bits), index if index in tensors else ""
-    return IntegerWeight(codes, f"{base}weight_scale", zeros, (rows, columns), groups, group_of_column=grouped)
+def _compressed(checkpoint: HubCheckpoint, base: str) -> Iterator[IntegerWeight]:
+    """Yield the layouts of 4 and 8 bits, with words of zeros or without zeros."""
+    names = (f"{base}weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape"))
+    packed, scale, zero, index, shape = (name if name in checkpoint.tensors else "" for name in names)
+    rows, columns = checkpoint.read(shape).tolist()
+    for bits in (4, 8):
+        zeros = Words(zero, 0, bits) if zero else 1 << bits - 1
+        groups = checkpoint.tensors[scale].shape[-1]
+        words = Words(packed, 1, bits)
+        yield IntegerWeight(words, scale, zeros, (rows, columns), groups, group_of_column=index)
