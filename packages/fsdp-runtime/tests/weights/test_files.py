@@ -16,9 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_runtime import MeshSpec, OptionError, parallelize, save_weights
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
+from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, file_runs
 from fsdp_runtime.sync import Quantization, WeightExport
 from fsdp_runtime.weights import files
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
 from fsdp_runtime.weights.files import parse_bytes, plan_files
 from fsdp_runtime.weights.save import SaveReport
 from harness.memory import LiveBytes
@@ -175,6 +177,23 @@ def test_plan_files_gives_a_model_of_plain_tensors_to_the_first_rank() -> None:
     plan = plan_files(export.groups, export.parts, 300, {0: "a", 1: "b"})
     assert {rank: len(share.files) for rank, share in plan.items()} == {0: 2}
     assert len(plan_files(export.groups, export.parts, "5GB", {0: "a", 1: "b"})[0].files) == 1
+
+
+def _group_of_stage(name: str, tensor: torch.Tensor) -> ExportGroup:
+    shape = tuple(tensor.shape)
+    item = ExportedTensor(name, tensor.dtype, shape, [identity_chunk(name, shape)])
+    return ExportGroup({name: tensor}, [item], None, {}, {name: tensor.dtype}, ranks=(2, 3))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # a rank of the stage, and a rank of another stage
+def test_plan_files_gives_buffers_of_a_stage_to_its_first_rank(device: str) -> None:
+    tensors = {f"weight{n}": nn.Parameter(torch.zeros(8, device=device)) for n in range(4)}
+    groups = [_group_of_stage(name, tensor) for name, tensor in tensors.items()]
+    groups.insert(2, _group_of_stage("buffer", torch.zeros(8, device=device)))
+    parts = {item.name: [item] for group in groups for item in group.tensors}
+    plan = plan_files(groups, parts, 32, dict.fromkeys(range(4), "a"))
+    names = {rank: [item.name for _, items in share.files for item in items] for rank, share in plan.items()}
+    assert names == {2: ["buffer", "weight1", "weight3"], 3: ["weight0", "weight2"]}
 
 
 @pytest.mark.parametrize(

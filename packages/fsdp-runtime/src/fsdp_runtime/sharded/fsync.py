@@ -7,10 +7,9 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 _ADVICE = {
     errno.ENOSPC: "Free space on its disk, or save to another directory",
@@ -79,16 +78,6 @@ def freed_in_background(path: Path) -> Iterator[None]:
             threading.Thread(target=os.close, args=(descriptor,), daemon=True).start()
 
 
-#: Starts the kernel's writing of pages, without a wait (Linux, sync_file_range(2)).
-_START_WRITING = 2
-
-
-def start_writing(descriptor: int) -> None:
-    """Start the disk's writing of a file's pages, if the system can do this without a wait."""
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, 0, 0, _START_WRITING)
-
-
 #: Bytes of one system call; the kernel ends a call at 2 GiB.
 MOVED_AT_ONCE = 2**26
 
@@ -122,17 +111,9 @@ def reserve(descriptor: int, nbytes: int) -> None:
     os.ftruncate(descriptor, nbytes)  # the file system cannot reserve, or the size is 0
 
 
-def _of_linux(name: str, *arguments: Any) -> Callable[..., int] | None:
-    if sys.platform != "linux":
-        return None
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if function is not None:
-        function.argtypes = arguments
-    return function
-
-
-_sync_file_range = _of_linux("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_fallocate = _of_linux("fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None) if sys.platform == "linux" else None
+if _fallocate is not None:
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def move_into_place(source: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from torch import Tensor, nn
 
+from fsdp_runtime._peft_compat import BaseModel, base_of
 from fsdp_runtime.model.stages import recorded_meshes, whole_entries
 from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.sharded.collectives import ModelRanks, model_mesh, ranks_of, world_ranks
@@ -34,6 +35,11 @@ class ModelState:
         # A model, or a part of a model, that was parallelized on a mesh of one rank has plain tensors.
         on_mesh = self.mesh is not None or any(mesh.size() == 1 for mesh in recorded_meshes(self.model))
         return self.ranks if on_mesh else world_ranks()
+
+    @cached_property
+    def base(self) -> BaseModel:
+        """The model inside a ``PeftModel``, or the model itself."""
+        return base_of(self.model)
 
     @cached_property
     def stages(self) -> StageRanks | None:

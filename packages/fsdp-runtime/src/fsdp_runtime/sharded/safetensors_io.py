@@ -27,7 +27,7 @@ from torch import Tensor
 from fsdp_runtime.errors import CheckpointError, WeightsError
 from fsdp_runtime.sharded.async_saves import HostStaging, drained
 from fsdp_runtime.sharded.chunks import inside
-from fsdp_runtime.sharded.fsync import MOVED_AT_ONCE, create_file, naming_write_errors, start_writing, write_all
+from fsdp_runtime.sharded.fsync import MOVED_AT_ONCE, create_file, naming_write_errors, write_all
 from tp_plans.boxes import Box, box_shape, full_box, intersection, split_box, volume
 
 #: The format's names of dtypes.
@@ -63,8 +63,6 @@ STORED_DTYPES = {
 _LONG_RUN = 2**16
 #: Bytes of short runs and gaps per read.
 _READ_THROUGH = 2**24
-#: Bytes after which the disk starts to write, before the fsync.
-_STARTED_AFTER = 2**25
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class SafetensorsWriter:
         with_checksums: bool = False,
     ) -> None:
         self._layout = SafetensorsLayout(tensors)
-        self.path, self._descriptor, self._unstarted = path, -1, 0
+        self.path, self._descriptor = path, -1
         self._staging, self._staged = staging, list[tuple[str, list[Tensor]]]()
         # CRC-32 of each written tensor, for tensors that are written in order
         self.checksums = defaultdict[str, int](int) if with_checksums else None
@@ -154,10 +152,6 @@ class SafetensorsWriter:
             write_all(self._descriptor, memory_of(flat), offset)
         if self.checksums is not None:
             self.checksums[name] = zlib.crc32(memory_of(flat), self.checksums[name])
-        self._unstarted += flat.nbytes
-        if self._unstarted >= _STARTED_AFTER:
-            self._unstarted = 0
-            start_writing(self._descriptor)
         return flat.nbytes
 
     def fsync(self) -> None:

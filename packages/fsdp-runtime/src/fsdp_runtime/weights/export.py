@@ -70,9 +70,9 @@ def export_groups(
     if option is not None and not (isinstance(option, torch.dtype) and option.is_floating_point):
         raise OptionError(f"dtype={dtype!r}: weights are exported in a floating-point dtype, such as torch.bfloat16")
     base_entries = base_state_entries(base, entries, exported=True)
+    factors = lora_factors(base, entries, base_entries)
     require_plain_shards(base_entries)
     base_entries = dequantized_entries(base_entries)
-    factors = lora_factors(base, entries, base_entries)
     tensors, mapping = exported_names(base.module, base_entries, names)
     fixed_dtypes = {} if dtype is None else kept_dtypes(base.module, tensors, dtype)
     specs = {

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_runtime._peft_compat import base_of
 from fsdp_runtime._transformers_compat.conversions import remember_rules
 from fsdp_runtime._transformers_compat.generation import read_generation_settings
 from fsdp_runtime.model.inference_mode import leave_inference_mode
@@ -121,20 +120,19 @@ def load_weights(
         with raise_on_all(ranks) as step:
             require_no_removed("load_weights", removed, _REMOVED)
             step.value = {"training": training, "new_modules": {**(new_modules or {})}, "prefix": prefix}
-            base = base_of(model)
-            inner: Any = submodule(base.module, "prefix", prefix)
+            inner: Any = submodule(state.base.module, "prefix", prefix)
             for path_of_new in new_modules or {}:
-                submodule(base.module, "new_modules", path_of_new)
+                submodule(state.base.module, "new_modules", path_of_new)
         require_equal_on_all(step.values)
         checkpoint = open_on_all(path, ranks)
         with checkpoint:
             with raise_on_all(ranks) as matched, first_rank_speaks(ranks.groups):
                 read_stored_weights(checkpoint)
-                base_entries = base_state_entries(base, state.whole)
+                base_entries = base_state_entries(state.base, state.whole)
                 own_entries = [entry for entry in base_entries if not entry.is_absent]
-                require_materialized_adapters(base, state.entries)
+                require_materialized_adapters(state.base, state.entries)
                 require_plain_shards(own_entries)
-                source = StoredSource(checkpoint, base.module, base_entries, new_modules or {}, prefix)
+                source = StoredSource(checkpoint, state.base.module, base_entries, new_modules or {}, prefix)
                 source.require_fit(strict=strict)
                 ties = list(source.differing_ties(own_entries))
                 folder = checkpoint.folder or source_folder(inner)

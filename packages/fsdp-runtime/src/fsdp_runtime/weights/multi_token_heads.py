@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import base_of
 from fsdp_runtime._transformers_compat.checkpoints import is_ignored_on_load
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.runtime_state import runtime_state
@@ -78,9 +77,9 @@ def multi_token_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         >>> list(multi_token_weights(nn.Linear(2, 3)))
         []
     """
-    entries = ModelState(model, allow_offloaded=True).whole
-    names = {name for entry in entries for name in entry.names}
-    for head in heads_at_source(SourceFolder(base_of(model).module), names):
+    state = ModelState(model, allow_offloaded=True)
+    names = {name for entry in state.whole for name in entry.names}
+    for head in heads_at_source(SourceFolder(state.base.module), names):
         for item, tensor in head.produce({}):
             yield item.name, tensor
 

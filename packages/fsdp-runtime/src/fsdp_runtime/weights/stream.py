@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import adapters_in_force, base_of
+from fsdp_runtime._peft_compat import adapters_in_force
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import OptionError
@@ -112,10 +112,10 @@ class WeightExport:
 
     def resolve(self, state: ModelState) -> ExportedModel:
         """Do the work of :meth:`prepare`; every rank logs."""
-        base, quantize = base_of(state.model), self.quantize
-        groups = export_groups(base, state.whole, dtype=self.exported_dtype, names=self.names)
+        base, quantize = state.base.module, self.quantize
+        groups = export_groups(state.base, state.whole, dtype=self.exported_dtype, names=self.names)
         if quantize is not None:  # the class keeps some tensors in another dtype while the model is in bfloat16
-            fixed = kept_dtypes(base.module, [name for group in groups for name in group.dtypes], torch.bfloat16)
+            fixed = kept_dtypes(base, [name for group in groups for name in group.dtypes], torch.bfloat16)
             items = [item for group in groups if fixed.keys() & group.dtypes.keys() for item in group.tensors]
             names = [item.name for item in items if quantize.applies(item.name, item.shape)]
             quantize = replace(quantize, keep=(*quantize.keep, *names))
@@ -125,7 +125,7 @@ class WeightExport:
             if quantize is not None and quantize.applies(item.name, item.shape):
                 stored = quantize.parts(item.name, item.shape)
                 parts[item.name] = [ExportedTensor(part.name, part.dtype, part.shape, None) for part in stored]
-        return ExportedModel(replace(self, quantize=quantize), base.module, groups, parts, state.stages)
+        return ExportedModel(replace(self, quantize=quantize), base, groups, parts, state.stages)
 
 
 class ExportedModel:
