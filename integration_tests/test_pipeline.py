@@ -51,6 +51,7 @@ FOUR_RANKS = {
     "SP": ("llama", {"pp": 2, "tp": 2}, {"sequence_parallel": True}),
     "EP": ("deepseek_v3", {"pp": 2, "tp": 2, "ep": 2}, {}),
     "FSDP2": ("gemma2", {"pp": 2, "dp_shard": 2}, {}),
+    "FSDP2, split backward": ("gemma4_text", {"pp": 2, "dp_shard": 2}, {"step": Pipeline("ZBVZeroBubble")}),
 }
 
 
@@ -69,7 +70,7 @@ def test_stages_on_two_ranks_match_the_whole_model(case: str, two_ranks: RankPoo
 @pytest.mark.parametrize("case", FOUR_RANKS)
 def test_stages_with_another_axis_match_the_whole_model(case: str, four_ranks: RankPool) -> None:
     name, axes, options = FOUR_RANKS[case]
-    _assert_right(four_ranks.run(measure_pipeline, name, axes, Pipeline(), **options))
+    _assert_right(four_ranks.run(measure_pipeline, name, axes, **{"step": Pipeline(), **options}))
 
 
 def _assert_routes_are_right(reports: list[dict[str, float]]) -> None:

@@ -79,9 +79,7 @@ CASES: Provocations = {
         "OptionError: takes at least 2": lambda: _refuse(Pipeline(microbatches=1)),
         "OptionError: takes multiples of pp=2": lambda: _refuse(Pipeline("interleaved1f1b", 3)),
         "OptionError: and the model 2 blocks": lambda: _refuse(Pipeline(layers=(1, 2))),
-        "OptionError: FSDP2 has freed the gathered": lambda: _refuse(
-            Pipeline("ZBVZeroBubble"), axes={**PP, "dp_shard": 2}
-        ),
+        "OptionError: computes both at once": lambda: _refuse(Pipeline("ZBVZeroBubble"), axes={**PP, "tp": 2}),
         "ModelError: is an encoder-decoder": lambda: _refuse(Pipeline(), tiny_model("T5ForConditionalGeneration")),
         "ModelError: multi-token heads": lambda: _refuse(Pipeline(), _with_heads()),
         "ModelError: records only its blocks": lambda: _refuse(Pipeline(), _recording()),

@@ -44,6 +44,11 @@ class Step(Generic[Checked]):
         """
         return None  # type: ignore[return-value]  # a step without a result is a ``Step[None]``
 
+    @property
+    def joins_gradients(self) -> bool:
+        """Whether gradients of inputs and of weights come from one node of autograd, so that no schedule splits them."""
+        return False
+
     def prepare(self, model: nn.Module, setup: Setup, checked: Checked) -> None:
         """Change modules before tensor parallelism, which then shards the inputs and outputs of the changed modules."""
 

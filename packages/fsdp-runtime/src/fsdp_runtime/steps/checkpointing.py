@@ -120,6 +120,11 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
     def __post_init__(self) -> None:
         require_bool("offload", self.offload)
 
+    @property
+    def joins_gradients(self) -> bool:
+        """A recomputation serves one backward."""
+        return self.mode != "none"
+
     def check(self, setup: Setup) -> tuple[str, ...]:
         """Return the paths of the modules that recompute."""
         mode, known = self.mode, ", or a SelectiveCheckpoint(save=...)"

@@ -116,6 +116,11 @@ class Compile(Step[Mapping[str, Any]]):
     def __post_init__(self) -> None:
         require_bool("async_tensor_parallel", self.async_tensor_parallel)
 
+    @property
+    def joins_gradients(self) -> bool:
+        """The backward of a compiled block is one node."""
+        return True
+
     def check(self, setup: Setup) -> Mapping[str, Any]:
         """Return the keywords of ``torch.compile``."""
         options = self.options

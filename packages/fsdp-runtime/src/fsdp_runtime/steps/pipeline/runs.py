@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
 
     micro_batch: int
     start: int
-    count: int
+    number: int
 
 
 class StageRun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,7 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._torch_compat.pipelining import merged_parameter_groups
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
+from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.runtime_state import RUNTIME_STATE
 from fsdp_runtime.steps.pipeline.media import require_media_on_first_stage
 from fsdp_runtime.steps.pipeline.parts import StagedModel
@@ -148,7 +149,7 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self.locating("backward", bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)  # type: ignore[no-untyped-call]
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     @contextmanager
     def locating(self, direction: str, micro_batch: int) -> Iterator[None]:
@@ -226,7 +227,7 @@ class _Schedule:
         fsdp = self.model if isinstance(self.model, FSDPModule) else None
         try:
             if backward:
-                with accumulating(fsdp):
+                with accumulating(fsdp), unsharded(self.model) if step.splits_backward else nullcontext():
                     schedule.step(target=target, losses=losses, return_outputs=False)
                     if fsdp is not None:
                         stages[0].reduce_gradients(fsdp)

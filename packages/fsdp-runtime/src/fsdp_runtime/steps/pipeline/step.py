@@ -93,6 +93,11 @@ class Pipeline(Step[StagedModel | None]):
         return self.schedule.lower()
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed after the gradients of inputs."""
+        return self.kind in SPLIT_BACKWARD
+
+    @property
     def per_rank(self) -> int:
         """The number of stages of each rank."""
         return self.stages_per_rank or (2 if self.kind in (*INTERLEAVED, *V_SHAPED) else 1)
@@ -110,11 +115,7 @@ class Pipeline(Step[StagedModel | None]):
             return None
         _require_decoder(setup)
         self._require_microbatches(mesh.size())
-        if setup.meshes.fsdp is not None and self.kind in SPLIT_BACKWARD:
-            raise OptionError(
-                f"the schedule {self.schedule!r} computes gradients of weights after the gradients of inputs, when "
-                "FSDP2 has freed the gathered weights: use '1F1B' or 'Interleaved1F1B', or no dp_shard and cp"
-            )
+        self._require_split_backward(setup)
         staged = StagedModel(
             ranges=self._ranges(setup, mesh.size()),
             ranks=self.stage_ranks(mesh.size()),
@@ -153,6 +154,15 @@ class Pipeline(Step[StagedModel | None]):
         if self.kind in INTERLEAVED and self.microbatches % pp:
             raise OptionError(
                 f"microbatches={self.microbatches}: the schedule {self.schedule!r} takes multiples of pp={pp}"
+            )
+
+    def _require_split_backward(self, setup: Setup) -> None:
+        joined = [type(step).__name__ for step in setup.steps if isinstance(step, Step) and step.joins_gradients]
+        joined += ["TensorParallel"] if setup.meshes.tp is not None else []
+        if self.splits_backward and joined:
+            raise OptionError(
+                f"the schedule {self.schedule!r} computes gradients of weights after gradients of inputs, and the "
+                f"backward of {' and '.join(joined)} computes both at once: use '1F1B' or 'Interleaved1F1B'"
             )
 
     def _ranges(self, setup: Setup, pp: int) -> tuple[tuple[int, int], ...]:

@@ -218,7 +218,7 @@ class _Tokens:
         """Return this rank's rows ``[tokens / cp, k]`` of ``[tokens, k]``, in stages the rows of one micro-batch."""
         if self.stages is not None:
             place = self.stages.run.tokens
-            return full[place.start : place.start + place.count]
+            return full[place.start : place.start + place.number]
         if self.attention is None:
             return full
         layout = self.attention.layout(self.length)
