@@ -46,7 +46,7 @@ class Step(Generic[Checked]):
 
     @property
     def joins_gradients(self) -> bool:
-        """Whether gradients of inputs and of weights come from one node of autograd, so that no schedule splits them."""
+        """Whether one node of autograd computes gradients of inputs and of weights, so that no schedule splits them."""
         return False
 
     def prepare(self, model: nn.Module, setup: Setup, checked: Checked) -> None:
