@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import peft
 import pytest
@@ -24,8 +24,10 @@ from fsdp_runtime.model import inspect_model
 from fsdp_runtime.optim import CPUOffloadAdamW, Muon, param_groups
 from fsdp_runtime.steps import CheckInputs, GlobalAuxLoss, MultiTokenHeads, RouterBalance, Routes
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
+from fsdp_runtime.steps.multi_token_layouts import LAYOUTS
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.trainers import training_arguments as trainers
+from fsdp_runtime.trainers.heads_loss import check_heads
 from fsdp_runtime.wrap import hook_forward
 from harness.models import tiny_model
 from refusals import Provocations
@@ -174,6 +176,19 @@ def _multi_token(*, after: bool = False, count: int | None = None, times: int = 
     for _ in range(times):
         MultiTokenHeads(model, count)
     model(inputs_embeds=torch.ones(1, 4, model.config.hidden_size), use_cache=False)
+
+
+def _mimo() -> nn.Module:
+    """A decoder without sliding windows, which the heads of its family have."""
+    model: Any = tiny_model("DeepseekV3ForCausalLM")
+    model.config.model_type, model.config.layer_types = "mimo_v2_flash", ["full_attention"] * len(model.model.layers)
+    return cast(nn.Module, model)
+
+
+def _heads_in_a_trainer() -> None:
+    model = tiny_model("DeepseekV3ForCausalLM")
+    MultiTokenHeads(model, loss_scaling_factor=0.3)
+    check_heads(SimpleNamespace(model=model), takes_labels=False)
 
 
 def _passed_by() -> None:
@@ -349,12 +364,21 @@ CASES: Provocations = {
         "RoutesError: mask has 3 tokens": lambda: _balance().count(Routes({"gate": torch.zeros(2, 1)}), torch.ones(3)),
     },
     "fsdp_runtime/steps/multi_token_heads.py": {
-        "ModelError: has no known multi-token heads": lambda: MultiTokenHeads(_llama()),
+        "ModelError: need a block of sliding_attention": lambda: MultiTokenHeads(_mimo()),
         "ModelError: has multi-token heads already": lambda: _multi_token(times=2),
         "ModelError: add multi-token heads before": lambda: _multi_token(after=True),
         "OptionError: has 1 head": lambda: _multi_token(count=0),
         "LayoutError: embed the next tokens": _multi_token,
         "ModelError: was passed by": _passed_by,
+    },
+    "fsdp_runtime/steps/multi_token_layouts.py": {
+        "ModelError: has no known multi-token heads": lambda: MultiTokenHeads(_llama()),
+        "ModelError: give the config mtp_layer_types": lambda: LAYOUTS["exaone_moe"].types(
+            SimpleNamespace(model_type=""), 1
+        ),
+    },
+    "fsdp_runtime/trainers/heads_loss.py": {
+        "OptionError: gives them no labels": _heads_in_a_trainer,
     },
     "fsdp_runtime/steps/routing/global_aux_loss.py": {
         "ModelError: computes no auxiliary loss": lambda: GlobalAuxLoss(tiny_model("DeepseekV3ForCausalLM")),
