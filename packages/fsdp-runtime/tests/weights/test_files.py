@@ -160,11 +160,11 @@ def test_plan_files_gives_every_host_a_file_and_ranks_equal_bytes(hosts: int) ->
     with fake_world(MeshSpec(dp_shard=8), rank=0) as mesh:
         export = WeightExport().prepare(parallelize(model, mesh))
         machines = {rank: str(rank * hosts // 8) for rank in range(8)}
-        plan = plan_files(export.groups, export.parts, "5GB", machines)
+        plan = plan_files(export.groups, "5GB", machines)
         assert {machines[rank] for rank in plan} == {*machines.values()}
         assert list(plan)[:hosts] == [host * 8 // hosts for host in range(hosts)]
         total = sum(item.nbytes for item in export.tensors)
-        plan = plan_files(export.groups, export.parts, math.ceil(total / 8), machines)
+        plan = plan_files(export.groups, math.ceil(total / 8), machines)
         shares = [sum(item.nbytes for _, items in share.files for item in items) for share in plan.values()]
         assert len(shares) == 8
         assert max(shares) < 2 * total / 8
@@ -174,9 +174,9 @@ def test_plan_files_gives_every_host_a_file_and_ranks_equal_bytes(hosts: int) ->
 
 def test_plan_files_gives_a_model_of_plain_tensors_to_the_first_rank() -> None:
     export = WeightExport().prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    plan = plan_files(export.groups, export.parts, 300, {0: "a", 1: "b"})
+    plan = plan_files(export.groups, 300, {0: "a", 1: "b"})
     assert {rank: len(share.files) for rank, share in plan.items()} == {0: 2}
-    assert len(plan_files(export.groups, export.parts, "5GB", {0: "a", 1: "b"})[0].files) == 1
+    assert len(plan_files(export.groups, "5GB", {0: "a", 1: "b"})[0].files) == 1
 
 
 def _group_of_stage(name: str, tensor: torch.Tensor) -> ExportGroup:
@@ -190,8 +190,7 @@ def test_plan_files_gives_buffers_of_a_stage_to_its_first_rank(device: str) -> N
     tensors = {f"weight{n}": nn.Parameter(torch.zeros(8, device=device)) for n in range(4)}
     groups = [_group_of_stage(name, tensor) for name, tensor in tensors.items()]
     groups.insert(2, _group_of_stage("buffer", torch.zeros(8, device=device)))
-    parts = {item.name: [item] for group in groups for item in group.tensors}
-    plan = plan_files(groups, parts, 32, dict.fromkeys(range(4), "a"))
+    plan = plan_files(groups, 32, dict.fromkeys(range(4), "a"))
     names = {rank: [item.name for _, items in share.files for item in items] for rank, share in plan.items()}
     assert names == {2: ["buffer", "weight1", "weight3"], 3: ["weight0", "weight2"]}
 

@@ -28,7 +28,6 @@ class HostStaging:
 
     def __init__(self) -> None:
         self._room: dict[str, Tensor] = {}
-        self.nbytes = 0
 
     def copy(self, tensor: Tensor) -> list[Tensor]:
         """Start to copy a tensor; return its bytes in pieces of uint8, complete after :meth:`synchronize`."""
@@ -51,7 +50,6 @@ class HostStaging:
         room = self._room.pop(kind, None)
         if room is None:
             room = torch.empty(_SLAB, dtype=torch.uint8, pin_memory=kind != "cpu")
-            self.nbytes += _SLAB
         if len(room) > nbytes:
             self._room[kind] = room[nbytes:]
         return room[:nbytes]

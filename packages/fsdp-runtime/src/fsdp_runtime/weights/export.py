@@ -29,6 +29,12 @@ class ExportedTensor(WeightInfo):
     """Name, dtype, shape and chunks of an exported tensor."""
 
     chunks: Sequence[Chunk] | None  # of the model's tensors; ``None``: run the conversion
+    parts: Sequence[WeightInfo] = ()  # values and scales of a quantized tensor
+
+    @property
+    def stored(self) -> Sequence[WeightInfo]:
+        """The tensors of a file or a stream: the parts, or the tensor itself."""
+        return self.parts or (self,)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
+from fsdp_runtime.weights.export import ExportGroup
 
 #: Bytes that are gathered to a rank at once: the disk writes one bucket while the next is gathered.
 BUCKET_BYTES = 2**26
@@ -31,7 +32,7 @@ _T = TypeVar("_T", bound=_Sized)
 class RankFiles:
     """The files that one rank writes, and the groups that are gathered to the rank, in the order of the files."""
 
-    files: list[tuple[str, list[ExportedTensor]]] = field(default_factory=list)  # names and tensors
+    files: list[tuple[str, list[WeightInfo]]] = field(default_factory=list)  # names and tensors
     buckets: list[list[ExportGroup]] = field(default_factory=list)  # one gather per bucket
 
 
@@ -39,7 +40,7 @@ class RankFiles:
 class _SizedGroup:
     group: ExportGroup
     position: int  # in the model
-    tensors: list[ExportedTensor]
+    tensors: list[WeightInfo]
     has_plain: bool
 
     @property
@@ -57,17 +58,11 @@ def _has_plain(group: ExportGroup) -> bool:
 
 
 def plan_files(
-    groups: Sequence[ExportGroup],
-    parts: Mapping[str, Sequence[ExportedTensor]],
-    max_shard_size: int | str,
-    machines: Mapping[int, str],
+    groups: Sequence[ExportGroup], max_shard_size: int | str, machines: Mapping[int, str]
 ) -> dict[int, RankFiles]:
-    """Return the files of each rank that writes, equal on every rank.
-
-    ``parts`` maps each exported tensor to the tensors in the files, and ``machines`` each rank to its host.
-    """
+    """Return the files of each rank that writes, equal on every rank; ``machines`` maps each rank to its host."""
     sized = [
-        _SizedGroup(group, position, [part for item in group.tensors for part in parts[item.name]], _has_plain(group))
+        _SizedGroup(group, position, [part for item in group.tensors for part in item.stored], _has_plain(group))
         for position, group in enumerate(groups)
     ]
     ranks = _by_machine(machines)

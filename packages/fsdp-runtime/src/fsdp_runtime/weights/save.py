@@ -184,14 +184,14 @@ def save_weights(
         export = exporter.resolve(state)
         copies_heads = ranks.is_first and names == "checkpoint"
         source = SourceFolder(export.base)
-        heads = heads_at_source(source, export.parts.keys()) if copies_heads else []
+        heads = heads_at_source(source, {item.name for item in export.weights}) if copies_heads else []
         step.value = _RankPart(machine(), options, heads)
         wait_for_running()
     parts: Mapping[int, _RankPart] = step.values
     require_equal_on_all({rank: part.options for rank, part in parts.items()})
     export.append(parts[ranks.global_first].heads)
     machines = {rank: part.machine for rank, part in parts.items()}
-    plan = plan_files(export.groups, export.parts, max_shard_size, machines)
+    plan = plan_files(export.groups, max_shard_size, machines)
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(target, ranks))
         staging = HostStaging() if asynchronous else None

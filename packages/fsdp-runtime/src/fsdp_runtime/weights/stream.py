@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -119,13 +119,14 @@ class WeightExport:
             items = [item for group in groups if fixed.keys() & group.dtypes.keys() for item in group.tensors]
             names = [item.name for item in items if quantize.applies(item.name, item.shape)]
             quantize = replace(quantize, keep=(*quantize.keep, *names))
-        parts: dict[str, list[ExportedTensor]] = {}
-        for item in (item for group in groups for item in group.tensors):
-            parts[item.name] = [item]
-            if quantize is not None and quantize.applies(item.name, item.shape):
-                stored = quantize.parts(item.name, item.shape)
-                parts[item.name] = [ExportedTensor(part.name, part.dtype, part.shape, None) for part in stored]
-        return ExportedModel(replace(self, quantize=quantize), base, groups, parts, state.stages)
+            groups = [replace(group, tensors=[_in_parts(item, quantize) for item in group.tensors]) for group in groups]
+        return ExportedModel(replace(self, quantize=quantize), base, groups, state.stages)
+
+
+def _in_parts(item: ExportedTensor, quantize: Quantization) -> ExportedTensor:
+    """Return a tensor with its quantized parts, if it is quantized."""
+    is_quantized = quantize.applies(item.name, item.shape)
+    return replace(item, parts=quantize.parts(item.name, item.shape)) if is_quantized else item
 
 
 class ExportedModel:
@@ -138,22 +139,19 @@ class ExportedModel:
         options: WeightExport,
         base: nn.Module,
         groups: list[ExportGroup],
-        parts: Mapping[str, list[ExportedTensor]],
         stages: StageRanks | None,
     ) -> None:
         self._options, self.groups, self.quantize = options, groups, options.quantize
-        self.parts = parts  # the exported tensors of each weight, by its name: one, or quantized values and scales
         self.base = base  # the model without peft's wrappers
         self._stages = stages
 
     def append(self, groups: Sequence[ExportGroup]) -> None:
         """Add groups that are exported as they are."""
         self.groups = [*self.groups, *groups]
-        self.parts = {**self.parts, **{item.name: [item] for group in groups for item in group.tensors}}
 
     def gathered_dtypes(self, group: ExportGroup) -> list[torch.dtype]:
         """Dtypes of a group's sources in a gather: the narrower export dtype if no computation follows the gather."""
-        rearranged = (item.chunks is not None and self.parts[item.name] == [item] for item in group.tensors)
+        rearranged = (item.chunks is not None and not item.parts for item in group.tensors)
         rounds = not group.adapters and all(rearranged)
         exported = {item.dtype for item in group.tensors}
         dtypes = []
@@ -163,9 +161,14 @@ class ExportedModel:
         return dtypes
 
     @property
-    def tensors(self) -> list[ExportedTensor]:
-        """Every exported tensor in order, with its chunks."""
-        return [part for group in self.groups for item in group.tensors for part in self.parts[item.name]]
+    def weights(self) -> list[ExportedTensor]:
+        """Every exported weight in order, quantized or not."""
+        return [item for group in self.groups for item in group.tensors]
+
+    @property
+    def tensors(self) -> list[WeightInfo]:
+        """Every tensor in a file or a stream, in order."""
+        return [part for item in self.weights for part in item.stored]
 
     @property
     def config_dtype(self) -> torch.dtype:
@@ -178,9 +181,9 @@ class ExportedModel:
         """The entry of a quantized checkpoint's config; it names the two-dimensional weights that are not quantized."""
         if self.quantize is None:
             return None
-        weights = [item.name for group in self.groups for item in group.tensors if len(item.shape) == 2]
-        stored = {item.name for item in self.tensors if not item.dtype.is_floating_point or item.dtype.itemsize < 2}
-        return self.quantize.config([name.removesuffix(".weight") for name in weights if name not in stored])
+        matrices = (item for item in self.weights if len(item.shape) == 2 and not item.parts)
+        kept = [item.name for item in matrices if item.dtype.is_floating_point and item.dtype.itemsize > 1]
+        return self.quantize.config([name.removesuffix(".weight") for name in kept])
 
     def metadata(self) -> list[WeightInfo]:
         """Return names, dtypes and shapes in the order of :meth:`stream`; no communication."""
@@ -200,7 +203,7 @@ class ExportedModel:
                 yield item.name, tensor
                 del tensor
 
-    def _ahead(self, to: int | None) -> Iterator[Iterator[tuple[ExportedTensor, Tensor]]]:
+    def _ahead(self, to: int | None) -> Iterator[Iterator[tuple[WeightInfo, Tensor]]]:
         """Yield one iterator over weights per run of groups; the next runs are gathered meanwhile."""
         of_stages = (list(groups) for _, groups in itertools.groupby(self.groups, lambda group: group.ranks))
         runs = (run for groups in of_stages for run in split_by_bytes(groups, self._options.bucket_bytes))
@@ -222,7 +225,7 @@ class ExportedModel:
             while open_buckets:
                 yield open_buckets.pop(next(iter(open_buckets)))
 
-    def gather(self, groups: Sequence[ExportGroup], to: int | None = None) -> Iterator[tuple[ExportedTensor, Tensor]]:
+    def gather(self, groups: Sequence[ExportGroup], to: int | None = None) -> Iterator[tuple[WeightInfo, Tensor]]:
         """Start the gathers of groups, all of the same ranks; the caller must exhaust the iterator.  Collective."""
         sources = [tensor for group in groups for tensor in group.sources.values()]
         dtypes = [dtype for group in groups for dtype in self.gathered_dtypes(group)]
@@ -237,17 +240,16 @@ class ExportedModel:
 
     def _produced(
         self, groups: Sequence[ExportGroup], full: Iterator[Tensor], *, is_needed: bool
-    ) -> Iterator[tuple[ExportedTensor, Tensor]]:
+    ) -> Iterator[tuple[WeightInfo, Tensor]]:
         if not is_needed:
             deque(full, maxlen=0)  # takes part in the gathers
             return
         for group in groups:
             for item, tensor in group.produce({name: next(full) for name in group.sources}):
-                parts = self.parts[item.name]
-                if self.quantize is None or parts[0] is item:
+                if self.quantize is None or not item.parts:
                     yield item, tensor.to(item.dtype)
-                    continue
-                yield from zip(parts, self.quantize.quantize(tensor), strict=True)
+                else:
+                    yield from zip(item.parts, self.quantize.quantize(tensor), strict=True)
 
 
 def started_ahead(gathers: Iterator[_Started], count: int) -> Iterator[_Started]:
