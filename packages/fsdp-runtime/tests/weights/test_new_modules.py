@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from fsdp_runtime import OptionError, load_weights, meta_device, parallelize, save_weights, stream_weights
 from fsdp_runtime.errors import MismatchError, OtherRankError
+from fsdp_runtime.weights import naming
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -126,6 +128,26 @@ def test_several_models_in_a_wrapper_are_loaded_each_by_itself(tmp_path: Path) -
     load_weights(model.actor, folder)
     load_weights(model.critic, folder)
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("in_full", [False, True])
+def test_prefix_loads_the_converted_tensors_of_the_inner_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_full: bool
+) -> None:
+    reference = tiny_model("Qwen3MoeForCausalLM", dtype=torch.float32)
+    reference.save_pretrained(tmp_path)
+    if in_full:  # as a conversion that computes: it runs on full tensors
+        trace = naming.trace_conversion
+        monkeypatch.setattr(
+            naming,
+            "trace_conversion",
+            lambda *args: {name: replace(spec, chunks=None) for name, spec in trace(*args).items()},
+        )
+    model = Critic(tmp_path)
+    load_weights(model, tmp_path, prefix="policy", new_modules={"value_head": 0.02})
+    expected, loaded = reference.state_dict(), model.policy.state_dict()
+    assert expected.keys() == loaded.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
 def test_prefix_and_new_modules_that_are_no_modules_are_refused(tmp_path: Path) -> None:
