@@ -135,7 +135,9 @@ def test_quantized_computes_one_process_with_the_dequantized_base(two_ranks: Ran
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "case"), [*zip(("nf4", "int8", "fp8", "mxfp4", "int4") * 2, _FOUR, strict=False)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "case"), [*zip(("nf4", "int8", "fp8", "mxfp4", "int4") * 2, _FOUR, strict=False)], ids=str
+)
 def test_quantized_computes_one_process_on_four_ranks(kind: Any, case: Case, four_ranks: RankPool) -> None:
     assert four_ranks.run(_errors, Quantized(kind, block_size=16), [case]) == [{}] * 4
 

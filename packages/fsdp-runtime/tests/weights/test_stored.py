@@ -288,6 +288,18 @@ def test_load_weights_quantizes_codes_of_another_format(tmp_path: Path) -> None:
         assert 0 < (loaded - values[name]).norm() / values[name].norm() < 0.1
 
 
+@pytest.mark.parametrize(("scheme", "group"), [("awq", 64), ("fp8 blocks", 128), ("bitsandbytes nf4", 64)])
+def test_load_weights_refuses_blocks_that_cross_stored_groups(scheme: str, group: int, tmp_path: Path) -> None:
+    _checkpoint(tmp_path / scheme, scheme)
+    kind: Any = _SCHEMES[scheme][2]
+    model = parallelize(_model().to("meta"), MeshSpec().build(device_type="cpu"), steps=(Quantized(kind, 96),))
+    with pytest.raises(
+        ConversionError, match=f"{group} columns share a stored scale, .* blocks of 96: .* divides {group}"
+    ):
+        load_weights(model, tmp_path / scheme)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

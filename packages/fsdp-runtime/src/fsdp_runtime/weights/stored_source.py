@@ -82,6 +82,9 @@ class StoredSource:
         stored = [self._checkpoint.tensors[part] for part in origin.stored]
         more = ", ..." * (len(origin.stored) > 2)
         label = name if origin.stored == (name,) else f"{name} (stored as {', '.join(origin.stored[:2])}{more})"
+        if packed is not None:
+            for weight in filter(None, map(self._checkpoint.stored.get, origin.stored)):
+                weight.require_blocks(packed.format)
         files = " and ".join(sorted({str(part.file) for part in stored}))
         if origin.shape != shape:
             return f"{label}: shape {origin.shape} in {files}, {shape} in the model"

@@ -19,7 +19,7 @@ from torch import Tensor
 from fsdp_runtime.errors import ConversionError
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
 from fsdp_runtime.weights.quantize.packed import NF4, PackedFormat
-from fsdp_runtime.weights.quantize.stored_integers import IntegerWeight, ReadPart, Words, integer_weight
+from fsdp_runtime.weights.quantize.stored_integers import IntegerWeight, ReadPart, Words, integer_weight, require_blocks
 from tp_plans.boxes import Box
 
 _BNB = ".quant_state.bitsandbytes__"
@@ -56,13 +56,13 @@ class StoredWeight:
         """Return a box in the bytes of a format; ``None`` for a format of another kind."""
         if self.kind != fmt.kind or (self.zeros and bool(read(self.zeros).any())):
             return None
-        columns = (*box[-1], self.cell[1])
-        if any(column % fmt.block for column in columns) and (self.cell[1] < self.shape[-1] or box[-1][0] % fmt.block):
-            raise ConversionError(
-                f"{self.codes}: {self.cell[1]} columns share a stored scale, and columns {box[-1][0]} to {box[-1][1]} "
-                f"are read in blocks of {fmt.block}: take a block_size that divides {self.cell[1]}"
-            )
+        self.require_blocks(fmt, box[-1])
         return fmt.join(self._codes(read, box), self._scales(read, box, fmt.block))
+
+    def require_blocks(self, fmt: PackedFormat, columns: tuple[int, int] = (0, 0)) -> None:
+        """Refuse a format with blocks that cross the groups of the codes."""
+        if fmt.kind == self.kind:
+            require_blocks(self.codes, self.cell[1], self.shape[-1], columns, fmt)
 
     def values(self, read: ReadPart, box: Box) -> Tensor:
         """Return the float32 values of a box."""

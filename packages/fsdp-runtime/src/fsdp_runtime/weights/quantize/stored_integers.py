@@ -88,18 +88,18 @@ class IntegerWeight:
         """Return a box in the bytes of a format; ``None`` for another kind, or groups of scattered columns."""
         if fmt.kind != "int4" or self.words.bits != 4:
             return None
-        columns = torch.arange(self.shape[1])
-        group = -(-self.shape[1] // self.groups)
+        self.require_blocks(fmt, box[1])
+        columns, group = torch.arange(self.shape[1]), -(-self.shape[1] // self.groups)
         if self.group_of_column and not torch.equal(read(self.group_of_column).long(), columns // group):
             return None
-        if group % fmt.block and self.groups > 1:
-            raise ConversionError(
-                f"{self.words.name}: {group} columns share a stored scale, and columns are read in blocks of "
-                f"{fmt.block}: take a block_size that divides {group}"
-            )
         scale, offset = self._affine(read, box, columns[slice(*box[1])][:: fmt.block] // group)
         codes = self._codes(read, box).to(torch.uint8)
         return fmt.join(codes[:, ::2] | codes[:, 1::2] << 4, torch.stack((scale, offset), -1))
+
+    def require_blocks(self, fmt: PackedFormat, columns: tuple[int, int] = (0, 0)) -> None:
+        """Refuse a format with blocks that cross the groups of the codes."""
+        if fmt.kind == f"int{self.words.bits}" == "int4":
+            require_blocks(self.words.name, -(-self.shape[1] // self.groups), self.shape[1], columns, fmt)
 
     def values(self, read: ReadPart, box: Box) -> Tensor:
         """Return the float32 values of a box."""
@@ -126,6 +126,15 @@ class IntegerWeight:
             offset = read(self.zeros, table).float() - (1 << self.words.bits - 1) * scale
         tables = (scale.mT, offset.mT) if self.groups_first else (scale, offset)
         return tables[0][:, groups], tables[1][:, groups]
+
+
+def require_blocks(name: str, group: int, width: int, columns: tuple[int, int], fmt: PackedFormat) -> None:
+    """Refuse blocks of columns that cross groups with a stored scale, in rows of ``width`` elements."""
+    if any(side % fmt.block for side in (*columns, group)) and (group < width or columns[0] % fmt.block):
+        raise ConversionError(
+            f"{name}: {group} columns share a stored scale, and they are read in blocks of {fmt.block}: take a "
+            f"block_size that divides {group}"
+        )
 
 
 def integer_weight(
