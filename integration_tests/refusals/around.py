@@ -188,7 +188,7 @@ def _mimo() -> nn.Module:
 def _heads_in_a_trainer() -> None:
     model = tiny_model("DeepseekV3ForCausalLM")
     MultiTokenHeads(model, loss_scaling_factor=0.3)
-    check_heads(SimpleNamespace(model=model), takes_labels=False)
+    check_heads(SimpleNamespace(model=model, label_smoother=print))
 
 
 def _passed_by() -> None:
@@ -378,7 +378,7 @@ CASES: Provocations = {
         ),
     },
     "fsdp_runtime/trainers/heads_loss.py": {
-        "OptionError: gives them no labels": _heads_in_a_trainer,
+        "OptionError: heads no labels": _heads_in_a_trainer,
     },
     "fsdp_runtime/steps/routing/global_aux_loss.py": {
         "ModelError: computes no auxiliary loss": lambda: GlobalAuxLoss(tiny_model("DeepseekV3ForCausalLM")),

@@ -99,8 +99,8 @@ def _refusal(kind: str, output: Path, axes: Mapping[str, int], options: Mapping[
     ("kind", "axes", "options", "reason"),
     [
         ("Trainer", {"dp_shard": 2}, {"label_smoothing_factor": 0.1}, "label_smoother"),
-        ("SFTTrainer", {"cp": 2}, {}, "full rows of cp"),
-        ("GRPOTrainer", {"dp_shard": 2}, {"num_generations": 2}, "gives them no labels"),
+        ("SFTTrainer", {"cp": 2}, {}, "with cp gives"),
+        ("GRPOTrainer", {"dp_shard": 2}, {"num_generations": 2}, "with a loss of log-probabilities gives"),
     ],
 )
 def test_trainers_refuse_heads_that_would_get_no_labels(

@@ -195,12 +195,12 @@ def _on_full_rows(call: Callable[..., Tensor], *states: Tensor) -> Tensor:
 def _lender(blocks: nn.ModuleList, config: Any, attention: str) -> Any:
     """Return the last block with the heads' type of attention, which shares its masks and rotary embeddings."""
     types = getattr(config, "layer_types", None) or [attention] * len(blocks)
-    alike = [
+    lenders = [
         block for block, kind in zip(blocks, types, strict=True) if kind == attention and hasattr(block, "self_attn")
     ]
-    if not alike:
+    if not lenders:
         raise ModelError(f"multi-token heads need a block of {attention}: layer_types={types} has none")
-    return alike[-1]
+    return lenders[-1]
 
 
 def _append(base: Any, blocks: nn.ModuleList, last: Any, types: Mapping[str, list[str]], count: int) -> int:

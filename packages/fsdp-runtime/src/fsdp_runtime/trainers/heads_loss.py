@@ -13,34 +13,31 @@ from fsdp_runtime.steps import MultiTokenHeads
 from fsdp_runtime.steps.context.step import under_context_parallelism
 
 
-def trained_heads(model: Any) -> MultiTokenHeads | None:
-    """Return the heads of a model if a trainer adds their loss."""
-    heads = MultiTokenHeads.of(model)
-    return None if heads is None or heads.loss_scaling_factor is None else heads
-
-
-def check_heads(trainer: Any, *, takes_labels: bool) -> None:
-    """Raise :class:`OptionError` if the heads of a trainer's model get no labels."""
-    if trained_heads(trainer.model) is None:
+def check_heads(trainer: Any) -> None:
+    """Raise :class:`OptionError` if a trainer is to add the loss of heads that get no labels from it."""
+    heads = MultiTokenHeads.of(trainer.model)
+    if heads is None or heads.loss_scaling_factor is None:
         return
-    names = [name for name in ("compute_loss_func", "label_smoother") if getattr(trainer, name, None) is not None]
-    reason = f"its loss is {names[0]}'s" if names else ""
-    if under_context_parallelism(trainer.model):
-        reason = "it computes its loss from the full rows of cp"
-    if not takes_labels or reason:
+    classes = {cls.__name__ for cls in type(trainer).__mro__}
+    has_separate_loss = "TrlMixin" in classes and "SFTTrainer" not in classes
+    reasons = {name: getattr(trainer, name, None) for name in ("compute_loss_func", "label_smoother")}
+    reasons |= {"a loss of log-probabilities": has_separate_loss, "cp": under_context_parallelism(trainer.model)}
+    if reason := next((name for name, value in reasons.items() if value), ""):
         raise OptionError(
-            f"loss_scaling_factor of multi-token heads: {type(trainer).__name__} gives them no labels"
-            f"{', as ' + reason if reason else ''}; train them in transformers' Trainer or SFTTrainer without it, or "
-            "set loss_scaling_factor=None and add heads.loss in a loop"
+            f"loss_scaling_factor={heads.loss_scaling_factor}: {type(trainer).__name__} with {reason} gives "
+            "multi-token heads no labels: use Trainer or SFTTrainer without it, or add heads.loss in a loop"
         )
 
 
-def add_loss_of_heads(compute: Callable[[], Any], model: Any, items: Any, ranks: int) -> Any:
-    """Add the weighted loss of a model's heads, ``ranks`` times, to a trainer's loss alone or before its outputs."""
-    heads = trained_heads(model)
-    if heads is None or not torch.is_grad_enabled():
+def with_loss_of_heads(compute: Callable[[], Any], trainer: Any, model: Any, items: Any) -> Any:
+    """Compute a trainer's loss, alone or before its outputs, with the weighted loss of the model's heads."""
+    heads = MultiTokenHeads.of(model)
+    if heads is None or heads.loss_scaling_factor is None or not torch.is_grad_enabled():
         return compute()
     heads.num_items_in_batch = items  # SFTTrainer does not pass it on
     loss = compute()
-    further = cast(Tensor, heads.loss) * (cast(float, heads.loss_scaling_factor) * ranks)
+    summed = items is not None and trainer.args.average_tokens_across_devices  # and multiplied by the ranks
+    further = (
+        cast(Tensor, heads.loss) * heads.loss_scaling_factor * (trainer.accelerator.num_processes if summed else 1)
+    )
     return (loss[0] + further, *loss[1:]) if isinstance(loss, tuple) else loss + further

@@ -22,7 +22,7 @@ from fsdp_runtime.sharded import first_rank_speaks
 from fsdp_runtime.steps.outputs.generation import gather_logits
 from fsdp_runtime.trainers import training_arguments as arguments
 from fsdp_runtime.trainers.accelerator_state import STATE_FOLDER
-from fsdp_runtime.trainers.heads_loss import add_loss_of_heads, check_heads
+from fsdp_runtime.trainers.heads_loss import check_heads, with_loss_of_heads
 from fsdp_runtime.trainers.logits import (
     CountOfLabels,
     compute_losses_on,
@@ -110,7 +110,7 @@ class MeshTrainerMixin(LogStepValues):
         super().__init__(model=model, args=args, **kwargs)
         self._adopt(self.model)
         self._check_data()
-        check_heads(self, takes_labels=self._gives_labels)
+        check_heads(self)
         attributes: dict[str, Any] = self.__dict__
         if (label_smoother := attributes["label_smoother"]) is not None:
             attributes["label_smoother"] = label_smoother_for(label_smoother, base_model(self.model))
@@ -199,10 +199,11 @@ class MeshTrainerMixin(LogStepValues):
     ) -> Any:
         """Compute the loss; a mean over this rank's labels is weighted by their share of all ranks' labels."""
         ranks = self.accelerator.num_processes
+        compute = partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
         if ranks == 1:
-            return self._loss_with_heads(model, inputs, return_outputs, num_items_in_batch)
+            return with_loss_of_heads(compute, self, model, num_items_in_batch)
         with CountOfLabels(base_model(model)) as count:
-            loss = self._loss_with_heads(model, inputs, return_outputs, num_items_in_batch)
+            loss = with_loss_of_heads(compute, self, model, num_items_in_batch)
         weight: Tensor | float = 1
         if self.args.average_tokens_across_devices and isinstance(inputs.get("labels"), Tensor):
             if num_items_in_batch is None:  # classes that say ``accepts_loss_kwargs = False``: most with images
@@ -212,17 +213,6 @@ class MeshTrainerMixin(LogStepValues):
             elif count.is_ignored:  # the trainer has multiplied a mean by the ranks
                 weight = self._share_of_labels(inputs)
         return (loss[0] * weight, *loss[1:]) if return_outputs else loss * weight
-
-    def _loss_with_heads(self, model: Any, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
-        """Compute the trainer's loss with the loss of multi-token heads, both on the same scale."""
-        summed = self.args.average_tokens_across_devices and num_items_in_batch is not None
-        compute = partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
-        return add_loss_of_heads(compute, model, num_items_in_batch, self.accelerator.num_processes if summed else 1)
-
-    @property
-    def _gives_labels(self) -> bool:
-        """True if the loss is of the labels of the model's forward."""
-        return True
 
     @property
     def _has_own_loss(self) -> bool:

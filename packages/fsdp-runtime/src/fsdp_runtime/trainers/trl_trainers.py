@@ -90,11 +90,6 @@ class TrlMixin(MeshTrainerMixin):
                 kwargs = {**kwargs, name: self._shard_other(kwargs[name])}
         return model, kwargs
 
-    @property
-    def _gives_labels(self) -> bool:
-        """True for TRL's trainers with a loss of the labels of the model's forward."""
-        return any(cls.__name__ == "SFTTrainer" for cls in type(self).__mro__)
-
     def _refuse_router_logits(self) -> None:
         """Refuse the auxiliary loss of routers in stages, and with a padding mask, which counts tokens of full rows."""
         if self._stages is not None and getattr(self, "aux_loss_enabled", False):
