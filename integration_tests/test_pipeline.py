@@ -15,10 +15,11 @@ from coverage.measure import default_dtype
 from coverage.pipeline import PIPELINE_BOUND, measure_pipeline, pipeline_outcome
 from coverage.pipeline_routes import measure_routes
 from coverage.table import coverage_entries, tiny_model
-from fsdp_runtime import parallelize
-from fsdp_runtime.steps import Pipeline, forward_backward
+from fsdp_runtime import parallelize, submesh
+from fsdp_runtime.steps import Pipeline, forward_backward, forward_only
 from harness.adapters import filled
-from harness.parity import mesh_for
+from harness.float64 import compute_in_float64
+from harness.parity import largest, mesh_for
 from harness.ranks import RankPool
 from rl_logprobs import clip_grad_norm_, grad_norm, grad_norms
 
@@ -103,6 +104,30 @@ def test_stages_of_a_multimodal_model_match_the_whole(case: str, two_ranks: Rank
     name, axes, step, options = MEDIA[case]
     ranks = two_ranks if axes == {"pp": 2} else four_ranks
     _assert_right(ranks.run(measure_pipeline, name, axes, step, **{"media": "image", **options}))
+
+
+def _errors_of_lengths(lengths: list[list[tuple[int, int]]]) -> list[float]:
+    """The errors of logits where data-parallel ranks have micro-batches of other lengths, under SP."""
+    with default_dtype(torch.float64), compute_in_float64(), torch.no_grad():
+        plain = tiny_model(coverage_entries()["llama"])
+        mesh = mesh_for({"pp": 2, "dp_shard": 2, "tp": 2})
+        options: dict[str, Any] = {"logits": "full", "sequence_parallel": True}
+        staged = parallelize(copy.deepcopy(plain), mesh, steps=(Pipeline(microbatches=2),), **options)
+        errors = []
+        for both in lengths[submesh(mesh, "dp").get_local_rank()]:
+            batches = [{"input_ids": torch.arange(2 * length).view(2, length) % 90 + 3} for length in both]
+            logits = forward_only(staged, batches, lambda output, _: output.logits) or []
+            expected = [plain(**batch, use_cache=False).logits for batch in batches]
+            errors += [largest(one - other) for one, other in zip(logits, expected, strict=False)]
+    return errors
+
+
+@pytest.mark.slow
+def test_forward_only_takes_other_lengths_on_each_data_parallel_rank(eight_ranks: RankPool) -> None:
+    lengths = [[(7, 7), (7, 9), (5, 6)], [(8, 9), (7, 7), (10, 11)]]  # of two data-parallel ranks, in three calls
+    errors = eight_ranks.run(_errors_of_lengths, lengths)
+    assert sorted(map(len, errors)) == [0] * 4 + [6] * 4
+    assert max(max(each, default=0.0) for each in errors) <= PIPELINE_BOUND
 
 
 #: Rows of the coverage table that are refused: they run a block several times, or read blocks after the last one.

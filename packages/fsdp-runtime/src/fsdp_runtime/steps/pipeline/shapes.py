@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.functional import pad
 
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
+from fsdp_runtime.sharded.shard_offsets import local_box
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
 from fsdp_runtime.steps.pipeline.values import Value
+from tp_plans.boxes import box_shape
 
 
 @dataclass(frozen=True)
@@ -102,15 +104,20 @@ def _require_equal_sizes(staged: StagedModel, sizes: list[tuple[int, ...]]) -> N
 def _computed(staged: StagedModel, size: tuple[int, ...]) -> list[tuple[Sent, ...]] | None:
     """Return the tensors of micro-batches of a new size from known ones; ``None`` where that is not certain."""
     first, known = next(iter(staged.shapes.items()), ((), None))
-    if known is None or any(sent.whole for boundary in known for sent in boundary):
-        return None
-    if any("unknown" in dims for dims in staged.varying.values()):
+    if known is None or any("unknown" in dims for dims in staged.varying.values()):
         return None
 
-    def of(size: tuple[int, ...], value: Value, sent: Sent) -> Sent:
+    def resized(size: tuple[int, ...], value: Value, shape: tuple[int, ...]) -> tuple[int, ...]:
         sizes = dict(zip(("rows", "tokens"), size, strict=True))
-        dims = zip(staged.varying[value], sent.shape, strict=True)
-        return replace(sent, shape=tuple(fixed if dim is None else sizes[dim] for dim, fixed in dims))
+        dims = zip(staged.varying[value], shape, strict=True)
+        return tuple(fixed if dim is None else sizes[dim] for dim, fixed in dims)
+
+    def of(size: tuple[int, ...], value: Value, sent: Sent) -> Sent:
+        if sent.whole is None:
+            return replace(sent, shape=resized(size, value, sent.shape))
+        whole = resized(size, value, sent.whole)
+        box = local_box(whole, sent.placements, sent.mesh.shape, sent.mesh.get_coordinate())
+        return replace(sent, shape=box_shape(box), whole=whole)
 
     def boundaries(size: tuple[int, ...]) -> list[tuple[Sent, ...]]:
         return [tuple(map(partial(of, size), *both)) for both in zip(staged.sent, known, strict=True)]
