@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from fsdp_runtime.errors import OptionError
 
 
-def split_blocks(costs: Sequence[float], stages: int, *, before: float = 0, after: float = 0) -> tuple[int, ...]:
+def split_blocks(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    before: float = 0,
+    after: float = 0,
+    sizes: Sequence[float] = (),
+    size_before: float = 0,
+    size_after: float = 0,
+) -> tuple[int, ...]:
     """Return the number of blocks of each stage, with the least cost of the most expensive stage.
 
     Args:
@@ -16,15 +25,37 @@ def split_blocks(costs: Sequence[float], stages: int, *, before: float = 0, afte
         stages: the number of stages; each gets a block.
         before: the cost of the first stage beside its blocks.
         after: the cost of the last stage beside its blocks, such as the LM head.
+        sizes: bytes of each block: of divisions within 2 % of the least cost, the largest stage has the fewest bytes.
+        size_before: bytes of the first stage beside its blocks, such as the embedding.
+        size_after: bytes of the last stage beside its blocks.
     """
-    blocks, sums = len(costs), [0.0, *accumulate(costs)]
-    if stages > blocks:
-        raise OptionError(f"{stages} stages for {blocks} blocks: each stage needs a block; use fewer stages")
+    if stages > len(costs):
+        raise OptionError(f"{stages} stages for {len(costs)} blocks: each stage needs a block; use fewer stages")
+    cost = _of_stage(costs, stages, before, after)
+    counts = _least(cost, len(costs), stages)
+    if not sizes:
+        return counts
+    limit = _SLACK * max(cost(stage, *span) for stage, span in enumerate(ranges_of(counts)))
+    size = _of_stage(sizes, stages, size_before, size_after)
+    return _least(lambda *stage: size(*stage) if cost(*stage) <= limit else float("inf"), len(costs), stages)
+
+
+#: The cost of a stage from one block to another.
+Cost = Callable[[int, int, int], float]
+_SLACK = 1.02
+
+
+def _of_stage(costs: Sequence[float], stages: int, before: float, after: float) -> Cost:
+    sums = [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, end: int) -> float:
         ends = (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
         return sums[end] - sums[start] + ends
 
+    return cost
+
+
+def _least(cost: Cost, blocks: int, stages: int) -> tuple[int, ...]:
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(stages):
         latest = blocks - (stages - stage - 1)

@@ -16,10 +16,11 @@ from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps.pipeline.balance import balanced
 from fsdp_runtime.steps.pipeline.copies import SHAPES, absent_tensors, require_equal, rows, small_copy
 from fsdp_runtime.steps.pipeline.parts import StagedModel, StagePart, add_parts, outer_modules
 from fsdp_runtime.steps.pipeline.runs import RECORDED
-from fsdp_runtime.steps.pipeline.split import ranges_of, split_blocks
+from fsdp_runtime.steps.pipeline.split import ranges_of
 from fsdp_runtime.steps.pipeline.state import recorded_state
 from fsdp_runtime.steps.pipeline.trace import Record, crossing, places, record
 from fsdp_runtime.steps.pipeline.values import Value
@@ -51,8 +52,8 @@ class Pipeline(Step[StagedModel | None]):
         schedule: ``"1F1B"``, ``"GPipe"``, ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or
             ``"DualPipeV"`` of ``torch.distributed.pipelining``, in any case.
         microbatches: the number of micro-batches of each call.
-        layers: the number of blocks of each stage, first stage first; by default parameters, with the head's, are
-            divided equally.
+        layers: the number of blocks of each stage, first stage first; by default the operations of a token, the
+            head's included, are divided equally; of such divisions the largest stage has the fewest bytes.
         stages_per_rank: the number of stages of each rank in an interleaved schedule; 2 in a V, else 1.
 
     Raises:
@@ -174,14 +175,7 @@ class Pipeline(Step[StagedModel | None]):
                     f"schedule over pp={pp} has {stages} stages, and the model {len(blocks)} blocks"
                 )
             return ranges_of(self.layers)
-        head = setup.structure.lm_head
-        return ranges_of(
-            split_blocks(
-                [_parameters(setup.facts.model.get_submodule(path)) for path in blocks],
-                stages,
-                after=0 if head is None else _parameters(setup.facts.model.get_submodule(head)),
-            )
-        )
+        return ranges_of(balanced(setup.structure, stages))
 
     def apply(self, model: nn.Module, setup: Setup, checked: StagedModel | None) -> None:
         """Remove the parameters of other stages; before FSDP2, which shards the remaining ones."""
@@ -230,10 +224,6 @@ def _require_decoder(setup: Setup) -> None:
             f"{facts.name} has {heads} multi-token heads, which need the embedding of the first stage and the states "
             "of the last one: use a mesh without pp, or leave MultiTokenHeads out"
         )
-
-
-def _parameters(module: nn.Module) -> float:
-    return float(sum(parameter.numel() for parameter in module.parameters()))
 
 
 def _parts(model: nn.Module, staged: StagedModel) -> list[StagePart]:
