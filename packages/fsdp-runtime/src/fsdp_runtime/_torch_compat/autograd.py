@@ -93,13 +93,3 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
     # ``torch.utils.checkpoint`` and activation offload are such hooks; torch 2.11 to 2.15 have no public getter.
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
-
-
-def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the backwards of inputs and of weights of torch's pipeline stages, for a trace without a schedule.
-
-    ``torch.distributed.pipelining._backward`` is private in torch 2.11 to 2.15.
-    """
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
-    return stage_backward_input, stage_backward_weight

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,7 +61,6 @@ from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
 
 ProgressCallback = Callable[[str, int, int], None]
-Traced = TypeVar("Traced", Summary, RankTrace)
 
 #: Steps that progress reports: the model, the plan, two traces (or one and its sums).
 _STEPS = 4
@@ -274,9 +273,9 @@ def _trace_traceable(
     mesh: DeviceMesh,
     step: StepConfig,
     without_grad: frozenset[str] = frozenset(),
-    trace: Callable[..., Traced] = trace_step,  # type: ignore[assignment]  # mypy: defaults of type variables
-) -> Traced:
-    """Return the summary of copies of a model: untraceable parts of their blocks return their input."""
+    trace: Callable[..., Any] | None = None,
+) -> Any:
+    """Return the result of ``trace`` on copies of a model: untraceable parts of their blocks return their input."""
     # A model with parameters without gradients is traced again once these are known, because they have no optimizer
     # state.
     left_out: dict[str, Assumption] = {}
@@ -286,7 +285,7 @@ def _trace_traceable(
             if wildcard(path) in left_out:
                 replace_forward(module, _return_input)
         try:
-            summary: Traced = trace(traced, parallelism, mesh, step, without_grad)
+            summary: Any = (trace or trace_step)(traced, parallelism, mesh, step, without_grad)
         except UntraceableError as error:
             pattern = wildcard(error.module)
             inside_blocks = any(error.module.startswith(f"{block}.") for block in template.structure.decoder)

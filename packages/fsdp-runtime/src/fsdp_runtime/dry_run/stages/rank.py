@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
-from fsdp_runtime._torch_compat import local_tensor, split_backward
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.dry_run.losses import Forward, resolve_loss
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
 from fsdp_runtime.dry_run.step import Prepared, StepConfig, prepared
 from fsdp_runtime.dry_run.trace.costs import Cost, costs_of, plus
 from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown
-from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.parallelism import Parallelism
 from fsdp_runtime.steps import Pipeline
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
-from fsdp_runtime.steps.pipeline.schedule import accumulating
+from fsdp_runtime.steps.pipeline.schedule import _accumulating, _Parameters, _Stage
 from fsdp_runtime.steps.pipeline.shapes import Sent, described
 from fsdp_runtime.steps.pipeline.step import SPLIT_BACKWARD
 
@@ -136,7 +134,8 @@ class _Record:
         self.laps: list[int] = []  # phases of each action
         self.split: dict[int, Any] = {}  # results of backwards of inputs, by place
         self.sent: list[Any] = []  # torch waits for the sends of several stages at the end of the schedule
-        last = len(staged.ranks) - 1
+        last, group = len(staged.ranks) - 1, staged.mesh.get_group()
+        self.stage = _Stage(_Parameters(run.model), 0, last + 1, torch.device("cpu"), group=group)
         self.activations = {
             (n, stage): _buffers(shapes[stage - 1]) for n in range(batches) for stage in staged.stages if stage
         }
@@ -157,7 +156,7 @@ class _Record:
         model, recorder = self.run.model, self.run.recorder
         fsdp = model if isinstance(model, FSDPModule) else None
         places = range(len(self.staged.stages))
-        with accumulating(fsdp):
+        with _accumulating(fsdp):
             for number, actions in enumerate(rounds):
                 outputs: dict[int, tuple[Tensor, ...]] = {}
                 for place in places:
@@ -168,10 +167,7 @@ class _Record:
             self.sent.clear()
             with self._recorded(None), recorder.phase("backward"):
                 if fsdp is not None:
-                    drop_placeholders(fsdp)
-                    group = self.staged.mesh.get_group()
-                    stage = PipelineStage(fsdp, 0, len(self.staged.ranks), torch.device("cpu"), group=group)
-                    stage.perform_reduce_grad(1)
+                    self.stage.reduce_gradients(fsdp)
                 untrained = self.run.untrained()
         with self._recorded(None):
             self.run.update()
@@ -201,34 +197,35 @@ class _Record:
             return _run_stage(self.run, self.staged, stage, received, self.shapes, self.loss)
 
     def _backward(self, number: int, place: int, action: str, outputs: dict[int, tuple[Tensor, ...]]) -> None:
-        stage = self.staged.stages[place]
-        received, gradients = self.activations.get((number, stage), ()), self.gradients.get((number, stage))
-        backward_input, backward_weight = split_backward()
-        weights = self.run.model.parameters()
+        stage, mine = self.staged.stages[place], self.staged.stages
+        received = self.activations.get((number, stage), ())
         with self._recorded((place, action)), self.run.recorder.phase("backward"):
             if action == "I" and stage:
-                targets = None if gradients is None else list(gradients)
-                _, self.split[place] = backward_input(list(outputs.pop(place)), targets, list(received), weights)
+                _, self.split[place] = self._run("input", number, stage, outputs.pop(place))
             elif action == "W" and stage:
-                backward_weight(weights, self.split.pop(place))
+                self.stage.backward_maybe_with_nosync("weight", {"param_groups": self.split.pop(place)})
             elif action != "I":
-                _backward(sent := outputs.pop(place), gradients)
-                if len(self.staged.stages) > 1 and not self._is_local(stage + 1):
-                    self.sent += [tensor.detach() for tensor in sent]
-                del sent
-            del gradients  # while the phase is recorded
-            if action != "W" and self._is_local(stage):
+                sent = outputs.pop(place)
+                gradients, _ = self._run("full", number, stage, sent)
+                if len(mine) > 1:
+                    self.sent += [*gradients, *(tensor.detach() for tensor in sent if not self._is_local(stage + 1))]
+                if self._is_local(stage):
+                    self.gradients[number, stage - 1] = gradients
+                del sent, gradients  # while the phase is recorded
+            if action == "I" and self._is_local(stage):
                 self.gradients[number, stage - 1] = tuple(tensor.grad for tensor in received)
-            if action == "B":
-                self.sent += [tensor.grad for tensor in received if len(self.staged.stages) > 1]
-                for tensor in received:
-                    tensor.grad = None
 
-
-def _backward(outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...] | None) -> None:
-    pairs = [*zip(outputs, gradients or (None,), strict=True)]
-    pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
-    torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+    def _run(self, kind: str, number: int, stage: int, outputs: tuple[Tensor, ...]) -> Any:
+        """Run a backward of torch's stage; of the last stage, from its loss."""
+        is_loss = stage == len(self.staged.ranks) - 1 and kind == "full"
+        return self.stage.backward_maybe_with_nosync(
+            kind,
+            {
+                "stage_output": outputs[0] if is_loss else outputs,
+                "output_grads": self.gradients.get((number, stage)),
+                "input_values": list(self.activations.get((number, stage), ())),
+            },
+        )
 
 
 def _buffers(shapes: Sequence[Sent]) -> tuple[Tensor, ...]:

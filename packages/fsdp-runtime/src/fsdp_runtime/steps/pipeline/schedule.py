@@ -227,7 +227,7 @@ class _Schedule:
         fsdp = self.model if isinstance(self.model, FSDPModule) else None
         try:
             if backward:
-                with accumulating(fsdp), unsharded(self.model) if step.splits_backward else nullcontext():
+                with _accumulating(fsdp), unsharded(self.model) if step.splits_backward else nullcontext():
                     schedule.step(target=target, losses=losses, return_outputs=False)
                     if fsdp is not None:
                         stages[0].reduce_gradients(fsdp)
@@ -282,7 +282,7 @@ class _Schedule:
 
 
 @contextmanager
-def accumulating(fsdp: FSDPModule | None) -> Iterator[None]:
+def _accumulating(fsdp: FSDPModule | None) -> Iterator[None]:
     """Let FSDP modules keep the gradients of all micro-batches until they are reduced."""
 
     def sync(on: bool) -> None:
