@@ -19,6 +19,7 @@ from coverage import (
     heads_page,
     multimodal_page,
     packed_page,
+    stages_page,
     widths,
 )
 from coverage.cells import table, tally
@@ -90,6 +91,7 @@ KINDS: dict[str, Kind] = {
         ("bfloat16", "bfloat16-tp"),
     ),
     "compiled": Kind("Compiled blocks", compiled.section, _of_rows(*compiled.OURS), ("compiled",)),
+    "stages": Kind("Pipeline stages", stages_page.section, _of_rows(*stages_page.MODES), ("stages",)),
     "multimodal": Kind(
         "Vision-language and audio-language models",
         multimodal_page.section,

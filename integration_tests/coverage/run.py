@@ -24,6 +24,8 @@ from coverage.measure import KINDS, warm_up
 from coverage.outcome import Outcome, evaluate, evaluate_experts, failure
 from coverage.packing import POOLED, packed_outcome
 from coverage.sections import SECTION_PARTS, Choice
+from coverage.stages_page import MODES as STAGES
+from coverage.stages_page import stages_outcome
 from coverage.table import UNBUILDABLE, Entry, coverage_entries
 from coverage.widths import WIDTH_KINDS, WIDTHS, is_due
 from harness.ranks import RankPool, RanksFailed
@@ -216,6 +218,18 @@ def _measure_compiled(
                 _say(f"[{done}/{len(chosen)}] {name}, {mode}: {_told(row[mode])}")
 
 
+def _measure_stages(options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path) -> None:
+    """Measure the chosen rows in two and in four pipeline stages."""
+    for mode, stages in STAGES.items():
+        with _ranks(stages) as pool:
+            for done, name in enumerate(chosen, 1):
+                row = rows.setdefault(name, {})
+                if mode not in row:
+                    row[mode] = stages_outcome(pool, name, stages, timeout=options.timeout)
+                    page.write(working, {"rows": rows})
+                    _say(f"[{done}/{len(chosen)}] {name}, {mode}: {_told(row[mode])}")
+
+
 def _measure_section(options: argparse.Namespace, part: str) -> None:
     """Measure one of the page's further sections on two ranks; with ``--dry``, only print what is found."""
     key, measure = SECTION_PARTS[part]
@@ -247,6 +261,7 @@ PARTS = {
     "bfloat16-tp": _measure_bfloat16_tensor,
     "widths": _measure_widths,
     "compiled": _measure_compiled,
+    "stages": _measure_stages,
 }
 
 
@@ -262,7 +277,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=[*PARTS, *SECTION_PARTS],
         default=["tensor"],
         help="tensor and sequence parallelism (default), mixtures over ep, the ways over cp, FSDP2 in bfloat16, "
-        "tp in bfloat16, tp=4 and tp=8 and tp with FSDP2, compiled blocks; heads and multimodal models by model type",
+        "tp in bfloat16, tp=4 and tp=8 and tp with FSDP2, compiled blocks, stages; heads and multimodal models by type",
     )
     parser.add_argument(
         "--ranks", nargs="+", type=int, default=[4, 8], help="numbers of ranks of the part 'widths' (default 4 8)"
