@@ -225,9 +225,10 @@ def _measure_stages(options: argparse.Namespace, chosen: dict[str, Entry], rows:
             for done, name in enumerate(chosen, 1):
                 row = rows.setdefault(name, {})
                 if mode not in row:
-                    row[mode] = stages_outcome(pool, name, stages, timeout=options.timeout)
+                    outcome = stages_outcome(pool, name, stages, timeout=options.timeout)
+                    row |= {mode: outcome} if outcome else {}
                     page.write(working, {"rows": rows})
-                    _say(f"[{done}/{len(chosen)}] {name}, {mode}: {_told(row[mode])}")
+                    _say(f"[{done}/{len(chosen)}] {name}, {mode}: {_told(outcome)}")
 
 
 def _measure_section(options: argparse.Namespace, part: str) -> None:
