@@ -69,8 +69,9 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
         True
     """
     routes = Routes()
+    routers = _routers_of(model)
     tokens = _Tokens(model)
-    session = Session(_routers_of(model), stages=tokens.stages)
+    session = Session(routers, stages=tokens.stages)
     with _session(model, session, tokens):
         yield routes
     fill_recorded(routes, tokens.gathered(session))
@@ -163,11 +164,12 @@ def _routers_of(model: nn.Module) -> Routers:
 
 
 class _Found(NamedTuple):
-    """The routers of a model, the modules around them by path, and the model's fingerprint."""
+    """The routers of a model, the modules around them by path, its pipeline stages, and its fingerprint."""
 
     modules: Any
     routers: Routers
     around: dict[str, nn.Module]
+    stages: Any
 
 
 def _find(model: nn.Module, modules: Any) -> _Found:
@@ -181,7 +183,8 @@ def _find(model: nn.Module, modules: Any) -> _Found:
                 f"{path} is wrapped by torch's CheckpointWrapper, and its recomputations would route again: use "
                 "activation_checkpointing of parallelize, or gradient_checkpointing_enable of transformers"
             )
-    return _Found(modules, routers, {path: module for path, module in by_path.items() if path in paths})
+    around = {path: module for path, module in by_path.items() if path in paths}
+    return _Found(modules, routers, around, stages_of(model))
 
 
 class _Tokens:
@@ -191,7 +194,7 @@ class _Tokens:
         self.model = next((module for module in hooked_before(model) if under_context_parallelism(module)), None)
         self.attention: ContextAttention | None = None if self.model is None else attention_of(self.model)
         self.batch = self.length = 0
-        self.stages = stages_of(model)
+        self.stages = runtime_state(model).routers.stages
         self.replayed: int | None = None  # tokens of replayed routes
         if self.stages is not None and self.model is not None:
             raise ModelError("routes of pipeline stages are not sharded over cp: use a mesh without cp, or without pp")
