@@ -27,8 +27,9 @@ from torchao.quantization.quantize_.common.kernel_preference import KernelPrefer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_runtime._torchao_compat as compat
+from coverage.packing import packed_positions
 from coverage.table import coverage_entries, tiny_model
-from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
+from fsdp_runtime import MeshSpec, describe_parallelism, parallelize, sequence_layout
 from fsdp_runtime.errors import BackendError, ModelError, OptionError
 from fsdp_runtime.meters import StepMeter
 from fsdp_runtime.model.structure import inspect_model
@@ -37,6 +38,7 @@ from fsdp_runtime.steps.float8_blocks import BlockwiseRecipe
 from fsdp_runtime.wrap import wrap
 from harness import models
 from harness.models import tiny_inputs
+from harness.parity import gradient_errors, mesh_for
 from harness.ranks import RankPool
 from tp_plans import plan_for
 
@@ -176,6 +178,41 @@ def test_float8_over_tp_equals_one_process(two_ranks: RankPool, name: str, recip
     for sequence_parallel in (False, True):
         run = (_error_of_exact_sums, name, recipe, {"tp": 2})
         assert max(two_ranks.run(*run, sequence_parallel=sequence_parallel)) < ROUNDING
+
+
+def _error_of_packed_rows(name: str, axes: dict[str, int]) -> float:
+    """The largest error of logits and gradients of packed rows; each token has its scales in this recipe."""
+    model = _model(name).double()
+    reference, step, mesh = copy.deepcopy(model), Float8("rowwise_with_gw_hp", emulate=True), mesh_for(axes)
+    tokens = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(3))
+    inputs = {"input_ids": tokens, "position_ids": packed_positions(((5, 4, 3), (3, 9)))}
+    with _exact_sums():
+        parallelize(model, mesh, logits="full", steps=(step,), packed_sequences=True)
+        casts = float8.LinearCasts(step._casts())
+        wrap(map(reference.get_submodule, _layers(model)), float8._InFloat8, layer=casts)
+        parallelize(reference, mesh_for({"tp": 2}), plan=None, packed_sequences=True)
+        expected: Any = reference(**inputs, use_cache=False).logits
+        expected.square().sum().backward()
+        layout = sequence_layout(mesh, tokens.shape[1])
+        logits: Any = model(**{name: layout.shard(each) for name, each in inputs.items()}, use_cache=False).logits
+        logits.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert torch.allclose(logits, layout.shard(expected), rtol=0, atol=1e-12)
+    return max(gradient_errors(gradients, model).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("qwen3", {"cp": 2}),
+        pytest.param("deepseek_v3", {"cp": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", {"tp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_float8_over_packed_rows_and_cp_equals_one_process(
+    two_ranks: RankPool, name: str, axes: dict[str, int]
+) -> None:
+    assert max(two_ranks.run(_error_of_packed_rows, name, axes)) < ROUNDING
 
 
 def _losses(axes: dict[str, int]) -> list[float]:
