@@ -105,19 +105,10 @@ class MultiTokenHeads:
         hook_forward(trunk, "runs multi-token heads", before=self._take, after=self._run)
         hook_model(model, "gives labels to multi-token heads", self._begin)
 
-    @staticmethod
-    def of(model: nn.Module) -> MultiTokenHeads | None:
-        """Return the heads of a model, ``None`` without heads."""
-        heads: MultiTokenHeads | None = runtime_state(base_model(model)).multi_token_heads
-        return heads
-
     def _begin(self, _module: nn.Module, _args: Any, kwargs: Any) -> None:
         self.hidden_states, self.loss, self._arguments = [], None, {}
-        items = kwargs.get("num_items_in_batch")
-        self._inputs = {
-            "labels": kwargs.get("labels"),
-            "num_items_in_batch": self.num_items_in_batch if items is None else items,
-        }
+        items = kwargs.get("num_items_in_batch", self.num_items_in_batch)
+        self._inputs = {"labels": kwargs.get("labels"), "num_items_in_batch": items}
 
     def _lend(self, _block: nn.Module, _args: Any, kwargs: Any) -> None:
         self._arguments = {**kwargs, "cache": None, "use_cache": False}
@@ -195,12 +186,10 @@ def _on_full_rows(call: Callable[..., Tensor], *states: Tensor) -> Tensor:
 def _lender(blocks: nn.ModuleList, config: Any, attention: str) -> Any:
     """Return the last block with the heads' type of attention, which shares its masks and rotary embeddings."""
     types = getattr(config, "layer_types", None) or [attention] * len(blocks)
-    lenders = [
-        block for block, kind in zip(blocks, types, strict=True) if kind == attention and hasattr(block, "self_attn")
-    ]
-    if not lenders:
-        raise ModelError(f"multi-token heads need a block of {attention}: layer_types={types} has none")
-    return lenders[-1]
+    for block, kind in reversed([*zip(blocks, types, strict=True)]):
+        if kind == attention and hasattr(block, "self_attn"):
+            return block
+    raise ModelError(f"multi-token heads need a block of {attention}: layer_types={types} has none")
 
 
 def _append(base: Any, blocks: nn.ModuleList, last: Any, types: Mapping[str, list[str]], count: int) -> int:
