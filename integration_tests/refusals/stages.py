@@ -13,6 +13,7 @@ from torch import nn
 from coverage.multimodal import multimodal_model
 from coverage.multimodal_inputs import multimodal_inputs
 from fsdp_runtime import MeshSpec, parallelize, save_weights
+from fsdp_runtime.meters import ModelFlops
 from fsdp_runtime.steps.pipeline.schedule import forward_only
 from fsdp_runtime.steps.pipeline.step import Pipeline
 from fsdp_runtime.training_state import save_training_state
@@ -57,6 +58,9 @@ CASES: Provocations = {
         "ModelError: 1 tensors were added": _staged(_with_a_parameter),
     },
     "fsdp_runtime/steps/pipeline/media.py": {"ModelError: after the first stage": _deepstack},
+    "fsdp_runtime/meters/model_flops.py": {
+        "ModelError: only the blocks of its pipeline stages": _staged(lambda m, d: ModelFlops.of(m)),
+    },
     "fsdp_runtime/training_state/optimizers.py": {
         "OptionError: give every pipeline stage the same": _staged(_groups_by_stage)
     },

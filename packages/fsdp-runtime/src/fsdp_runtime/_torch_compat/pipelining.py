@@ -16,5 +16,5 @@ def merged_parameter_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, 
     for group in groups:
         reached = zip(group["intermediates"], group.get("grads") or (), strict=False)
         gradients.update((node, values) for node, values in reached if values is not None)
-    parameters = dict.fromkeys(parameter for group in groups for parameter in group["params"])
+    parameters = dict.fromkeys(p for group in groups if any(group.get("grads") or ()) for p in group["params"])
     return [{"params": parameters, "intermediates": [*gradients], "grads": [*gradients.values()]}] if gradients else []

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.model.structure import ModelStructure, inspect_model
 from fsdp_runtime.steps.float8 import float8_products
 from fsdp_runtime.steps.routing.routers import routers_of
@@ -67,8 +68,14 @@ class ModelFlops:
         """Count the operations of a model, before or after ``parallelize``.
 
         Raises:
-            ModelError: the model has no blocks, or a router does not tell the number of experts per token.
+            ModelError: the model has no blocks or is in pipeline stages, or a router does not tell the number of
+                experts per token.
         """
+        if stages_of(model) is not None:
+            raise ModelError(
+                "a rank has only the blocks of its pipeline stages: count with ModelFlops.of(model) before "
+                "parallelize, and pass StepMeter(..., flops=...)"
+            )
         structure = inspect_model(model)
         operations = [*_of_weights(structure)]
         in_float8 = sum(part for _, part in operations)

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.meters import StepMeter
-from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.steps.compiled_blocks import is_compiled
 from fsdp_runtime.wrap import hook_forward
 
@@ -114,8 +113,6 @@ class _MeasuredSteps(transformers.TrainerCallback):
     def _meter_of(self, model: nn.Module) -> StepMeter | None:
         if self._meter is None and not self._failed:
             try:
-                if stages_of(model) is not None:
-                    raise ModelError("a rank has the blocks of its pipeline stages alone")
                 self._meter = StepMeter(model, self._mesh)
             except ModelError as error:
                 self._failed = True
