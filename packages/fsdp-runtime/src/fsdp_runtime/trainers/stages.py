@@ -51,8 +51,8 @@ def prepare_stages(mesh: DeviceMesh, args: Any, options: Options, model: Any) ->
 class StagedTraining:
     """The schedules of one trainer."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, prepared: Callable[[Any], dict[str, Any]]) -> None:
+        self._trainer, self._inputs_of = trainer, prepared  # of a batch, on the device
         self._batches: list[Any] = []
         self._losses: list[Tensor] = []
 
@@ -97,7 +97,7 @@ class StagedTraining:
         return values[0]
 
     def _prepared(self, batches: Sequence[Any]) -> list[dict[str, Any]]:
-        return [{**self._trainer._prepare_inputs(batch), "use_cache": False} for batch in batches]
+        return [{**self._inputs_of(batch), "use_cache": False} for batch in batches]
 
     def _run(self, batches: Sequence[dict[str, Any]], last: Callable[[int], Tensor], *, backward: bool) -> Tensor:
         of_loss = {*(self._trainer.label_names or ()), "labels", "shift_labels"}
