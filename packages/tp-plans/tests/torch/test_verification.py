@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import tp_plans
@@ -510,3 +511,13 @@ def test_a_fused_key_value_head_that_cannot_be_split_is_gathered():
         check(suggest(model).plan, model, tp=2).raise_on_error()
     found = plan_for(model)
     assert check(found, model, tp=2).errors == ()
+
+
+@pytest.mark.parametrize("blocks", [2, 5])
+def test_tiny_model_of_the_default_config_of_latent_attention_runs(blocks):
+    config = transformers.DeepseekV3Config(num_hidden_layers=blocks)  # groups of experts, a rotated part of each head
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.arange(14).view(2, 7)
+    logits = tiny_model(model, tp=1, all_blocks=True).model(input_ids=ids, use_cache=False).logits
+    assert logits.isfinite().all()

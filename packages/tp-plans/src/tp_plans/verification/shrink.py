@@ -77,6 +77,7 @@ def _sizes(tp: int) -> dict[str, int]:
         **dict.fromkeys(("head_dim", "kv_channels", "d_kv"), _HEAD),
         **dict.fromkeys(experts, 2 * tp),
         **dict.fromkeys(chosen, 2),
+        **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
         **dict.fromkeys(positions, 128),
         **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_intermediate_size"), 16 * tp),
         **dict.fromkeys(("rotary_dim", "qk_rope_head_dim"), 8),
@@ -111,6 +112,10 @@ def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:
     for name, size in sizes.items():
         if is_integer(small.get(name)):
             small[name] = min(size, small[name]) if name in ("num_experts_per_tok", "moe_k") else size
+    if is_integer(fields.get("qk_rope_head_dim")):  # latent attention: each head has keys, and a part of it rotates
+        for name, like in {"head_dim": "qk_rope_head_dim", "num_key_value_heads": "num_attention_heads"}.items():
+            if is_integer(fields.get(name)) and fields[name] == fields.get(like):
+                small[name] = small[like]
     if "word_embed_proj_dim" in fields and fields["word_embed_proj_dim"] == fields.get("hidden_size"):
         small["word_embed_proj_dim"] = small["hidden_size"]  # else OPT has projections in between
     for name, like in _STAGES.items():
