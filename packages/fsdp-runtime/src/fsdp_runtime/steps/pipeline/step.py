@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -127,7 +128,8 @@ class Pipeline(Step[StagedModel | None]):
             schedules=self,
         )
         try:
-            _find_crossing_tensors(setup.facts.model, staged)
+            with torch.inference_mode(False), torch.enable_grad():  # the caller may be under no_grad
+                _find_crossing_tensors(setup.facts.model, staged)
         except FsdpRuntimeError:
             raise
         except Exception as error:
