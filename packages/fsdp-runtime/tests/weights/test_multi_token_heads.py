@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,13 @@ def _trained(name: str, source: Path, target: Path, axes: dict[str, int]) -> tup
 
 
 @pytest.mark.parametrize(
-    ("name", "head"), [("deepseek_v3", "model.layers.2.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight")]
+    ("name", "head"),
+    [
+        ("deepseek_v3", "model.layers.2.eh_proj.weight"),
+        ("qwen3_next", "mtp.fc.weight"),
+        ("hy_v3", "model.layers.2.final_layernorm.weight"),
+        ("mimo_v2_flash", "model.mtp.layers.0.pre_mlp_layernorm.weight"),
+    ],
 )
 def test_save_and_stream_of_trained_heads_have_the_names_of_the_checkpoint(
     two_ranks: RankPool, tmp_path: Path, name: str, head: str
@@ -136,7 +143,7 @@ def test_save_and_stream_of_trained_heads_have_the_names_of_the_checkpoint(
     assert head in expected
     # A copy of the embedding beside the head is replaced by the shared one.
     beside = (
-        {"model.layers.2.embed_tokens.weight": expected["model.embed_tokens.weight"].clone()} if "2" in head else {}
+        {"model.layers.2.embed_tokens.weight": expected["model.embed_tokens.weight"].clone()} if ".2." in head else {}
     )
     save_file(expected | beside, tmp_path / "from" / "model.safetensors", {"format": "pt"})
     for streamed, copied in two_ranks.run(_trained, name, tmp_path / "from", tmp_path / "to", {"tp": 2}):
@@ -145,3 +152,55 @@ def test_save_and_stream_of_trained_heads_have_the_names_of_the_checkpoint(
         assert not [key for key in expected if not torch.equal(saved[key], expected[key])]
         assert not [key for key in expected if not torch.equal(streamed[key], expected[key])]
         assert copied == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mimo_v2_flash"])
+def test_save_copies_heads_beyond_the_trained_ones(tmp_path: Path, name: str) -> None:
+    model = tiny_model(coverage_entries()[name])
+    MultiTokenHeads(model, 2)
+    save_weights(model, tmp_path / "from")
+    expected = load_file(tmp_path / "from" / "model.safetensors")
+    one = tiny_model(coverage_entries()[name])
+    MultiTokenHeads(one, 1)
+    load_weights(one, tmp_path / "from")
+    save_weights(one, tmp_path / "to")
+    saved = load_file(tmp_path / "to" / "model.safetensors")
+    assert saved.keys() == expected.keys()
+    assert not [key for key in expected if not torch.equal(saved[key], expected[key])]
+    assert 0 < len(list(multi_token_weights(one))) < len(expected)
+
+
+def _classes_with_heads() -> list[tuple[type, str]]:
+    """transformers' classes that drop heads by their word, and a name that the pattern drops."""
+    names = ("model.mtp.layers.0.eh_proj.weight", "mtp.layers.0.fc.weight", "model.mtp_layers.0.eh_proj.weight")
+    names += ("model.mtp_block.0.mlp.up_proj.weight", "llm.mtp.norm.weight", "mtp_dspark.norm.weight")
+    classes = {type(tiny_model(entry)) for entry in map(coverage_entries().__getitem__, WITH_WORD)}
+    patterns = [(cls, re.compile(pattern)) for cls in classes for pattern in cls._keys_to_ignore_on_load_unexpected]
+    return [(cls, name) for cls, pattern in patterns for name in names if pattern.search(name)]
+
+
+#: Rows with a class that drops heads named by a word.
+WITH_WORD = (
+    "ernie4_5_moe",
+    "exaone_moe",
+    "hy_v4",
+    "inkling_text",
+    "longcat_flash",
+    "mellum",
+    "mimo_v2_flash",
+    "nemotron_h",
+)
+
+
+def test_save_copies_heads_that_any_class_drops(tmp_path: Path) -> None:
+    dropped = _classes_with_heads()
+    assert {cls for cls, _ in dropped} == {type(tiny_model(coverage_entries()[name])) for name in WITH_WORD}
+    for number, (cls, head) in enumerate(dropped):
+        row = next(name for name in WITH_WORD if type(tiny_model(coverage_entries()[name])) is cls)
+        model, folder = tiny_model(coverage_entries()[row]), tmp_path / str(number)
+        save_weights(model, folder)
+        tensors = load_file(folder / "model.safetensors") | {head: torch.randn(3, 2).to(torch.bfloat16)}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        load_weights(model, folder)
+        save_weights(model, tmp_path / f"to {number}")
+        assert torch.equal(load_file(tmp_path / f"to {number}" / "model.safetensors")[head], tensors[head]), head
