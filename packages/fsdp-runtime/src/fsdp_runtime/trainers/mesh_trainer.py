@@ -98,7 +98,7 @@ class MeshTrainerMixin(LogStepValues):
         rl_logprobs()  # raises where it is missing
         prepare_stages(mesh, args, options, model if sharded else None)
         self.mesh = mesh
-        self._stages = StagedTraining(self, self._prepare_inputs) if axis_size(mesh, "pp") > 1 else None
+        self._stages = StagedTraining(self) if axis_size(mesh, "pp") > 1 else None
         self._reads_logits = getattr(args, "label_smoothing_factor", 0) > 0
         self._evaluated: set[int] = set()
         self._source = ModelSource(mesh, options, seed=getattr(args, "seed", 0))

@@ -51,8 +51,8 @@ def prepare_stages(mesh: DeviceMesh, args: Any, options: Options, model: Any) ->
 class StagedTraining:
     """The schedules of one trainer."""
 
-    def __init__(self, trainer: Any, prepared: Callable[[Any], dict[str, Any]]) -> None:
-        self._trainer, self._inputs_of = trainer, prepared  # of a batch, on the device
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._batches: list[Any] = []
         self._losses: list[Tensor] = []
 
@@ -97,7 +97,8 @@ class StagedTraining:
         return values[0]
 
     def _prepared(self, batches: Sequence[Any]) -> list[dict[str, Any]]:
-        return [{**self._inputs_of(batch), "use_cache": False} for batch in batches]
+        device = self._trainer.args.device
+        return [{**send_to_device(batch, device), "use_cache": False} for batch in batches]
 
     def _run(self, batches: Sequence[dict[str, Any]], last: Callable[[int], Tensor], *, backward: bool) -> Tensor:
         of_loss = {*(self._trainer.label_names or ()), "labels", "shift_labels"}
