@@ -23,8 +23,8 @@ def _llama() -> Any:
     return tiny_model("LlamaForCausalLM")
 
 
-def _refuse(step: Pipeline | None = None, model: Any = None, axes: Mapping[str, int] = PP) -> None:
-    refuse(_llama() if model is None else model, axes, steps=() if step is None else (step,))
+def _refuse(step: Pipeline | None = None, model: Any = None, axes: Mapping[str, int] = PP, *, sp: bool = False) -> None:
+    refuse(_llama() if model is None else model, axes, steps=() if step is None else (step,), sequence_parallel=sp)
 
 
 def _scheduled(**batch: Any) -> None:
@@ -79,7 +79,7 @@ CASES: Provocations = {
         "OptionError: takes at least 2": lambda: _refuse(Pipeline(microbatches=1)),
         "OptionError: takes multiples of pp=2": lambda: _refuse(Pipeline("interleaved1f1b", 3)),
         "OptionError: and the model 2 blocks": lambda: _refuse(Pipeline(layers=(1, 2))),
-        "OptionError: computes both at once": lambda: _refuse(Pipeline("ZBVZeroBubble"), axes={**PP, "tp": 2}),
+        "OptionError: computes both at once": lambda: _refuse(Pipeline("ZBVZeroBubble"), axes={**PP, "tp": 2}, sp=True),
         "ModelError: is an encoder-decoder": lambda: _refuse(Pipeline(), tiny_model("T5ForConditionalGeneration")),
         "ModelError: multi-token heads": lambda: _refuse(Pipeline(), _with_heads()),
         "ModelError: records only its blocks": lambda: _refuse(Pipeline(), _recording()),

@@ -6,7 +6,7 @@ other stages call the model alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.steps import Pipeline
+from fsdp_runtime.steps.pipeline.runs import media_of
 from fsdp_runtime.steps.pipeline.schedule import run_stages
 from fsdp_runtime.trainers.logits import full
 
@@ -66,7 +67,7 @@ class StagedTraining:
             batches = self._prepared(self._batches)
 
             def last(index: int) -> Tensor:
-                training_step(batches[index])
+                training_step(without_media(batches[index]))
                 if len(losses) != 1:
                     raise OptionError(
                         f"training_step of {type(self._trainer).__name__} called accelerator.backward {len(losses)} "
@@ -84,7 +85,7 @@ class StagedTraining:
         batches, results = self._prepared([inputs]), []
 
         def last(index: int) -> Tensor:
-            results.append(send_to_device(full(prediction_step(batches[index])), "cpu"))
+            results.append(send_to_device(full(prediction_step(without_media(batches[index]))), "cpu"))
             return torch.zeros((), device=self._trainer.args.device)
 
         self._run(batches, last, backward=False)
@@ -104,3 +105,9 @@ class StagedTraining:
         of_loss = {*(self._trainer.label_names or ()), "labels", "shift_labels"}
         inputs = [{name: value for name, value in batch.items() if name not in of_loss} for batch in batches]
         return run_stages(self._trainer.model, inputs, last, backward=backward)
+
+
+def without_media(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of the last stage; the first stage alone has the towers."""
+    media = media_of(batch)
+    return {name: value for name, value in batch.items() if name not in media}

@@ -161,7 +161,7 @@ class Pipeline(Step[StagedModel | None]):
 
     def _require_split_backward(self, setup: Setup) -> None:
         joined = [type(step).__name__ for step in setup.steps if isinstance(step, Step) and step.joins_gradients]
-        joined += ["TensorParallel"] if setup.meshes.tp is not None else []
+        joined += ["sequence parallelism"] if setup.sequence_parallel and setup.meshes.tp is not None else []
         if self.splits_backward and joined:
             raise OptionError(
                 f"the schedule {self.schedule!r} computes gradients of weights after gradients of inputs, and the "

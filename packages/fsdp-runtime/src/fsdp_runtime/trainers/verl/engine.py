@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fsdp_runtime.sharded import first_rank_speaks
 from fsdp_runtime.steps.pipeline.schedule import run_stages
 from fsdp_runtime.sync import require_servable
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
+from fsdp_runtime.trainers.stages import without_media
 from fsdp_runtime.trainers.verl import export, verl_api
 from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
 from fsdp_runtime.trainers.verl.config import check_configs, to_dtype
@@ -180,7 +182,8 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
                     if not forward_only:
                         torch.autograd.backward(loss)
                     continue
-                loss, output = self._forward(micro_batches.batches[index], loss_function, forward_only)
+                own = micro_batches.batches[index]
+                loss, output = self._forward(own, self._rows(own), loss_function, forward_only)
                 if not forward_only:
                     loss.backward()
             if not keeps:
@@ -199,7 +202,8 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         def last(index: int) -> Tensor:
             if index >= len(own):
                 return self._idle_loss(rows[index])
-            loss, outputs[index] = self._forward(own[index], loss_function, forward_only)
+            text = replace(rows[index], inputs=without_media(rows[index].inputs))
+            loss, outputs[index] = self._forward(own[index], text, loss_function, forward_only)
             return loss
 
         losses = run_stages(self.module, [each.inputs for each in rows], last, backward=not forward_only)
@@ -209,10 +213,11 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         packs = bool(self.model_config.use_remove_padding)
         return rows_of(micro_batch.to(verl_api.get_device_id()), self.mesh, self.engine_config, packs=packs)
 
-    def _forward(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> tuple[Any, dict[str, Any]]:
+    def _forward(
+        self, micro_batch: Any, rows: Rows, loss_function: Any, forward_only: bool
+    ) -> tuple[Any, dict[str, Any]]:
         """Run one micro-batch and its loss."""
         micro_batch = micro_batch.to(verl_api.get_device_id())
-        rows = self._rows(micro_batch)
         asked = verl_api.tensordict_utils.get_non_tensor_data(micro_batch, "enable_routing_replay", None)
         way = way_of(
             "disabled" if self._adapter_is_off else self.engine_config.router_replay.mode,
