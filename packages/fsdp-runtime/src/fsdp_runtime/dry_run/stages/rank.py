@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,13 @@ from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
 from fsdp_runtime.dry_run.step import Prepared, StepConfig, prepared
 from fsdp_runtime.dry_run.trace.costs import Cost, costs_of, plus
 from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown
+from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.parallelism import Parallelism
 from fsdp_runtime.steps import Pipeline
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
 from fsdp_runtime.steps.pipeline.schedule import _accumulating, _Parameters, _Stage
 from fsdp_runtime.steps.pipeline.shapes import Sent, described
-from fsdp_runtime.steps.pipeline.step import SPLIT_BACKWARD
 
 #: The tensors that each stage but the last sends.
 Shapes = Sequence[tuple[Sent, ...]]
@@ -38,6 +38,7 @@ class RankTrace:
 
     before: MemoryBreakdown  # live between calls, and token ids
     buffers: int  # bytes of received activations and gradients of each micro-batch
+    opening: tuple[Cost, ...]  # of a gather of all weights before the actions
     first: Mapping[Action, Cost]  # of the first micro-batch
     later: Mapping[Action, Cost]
     after: tuple[Cost, ...]  # of the reduction, the clipping and the optimizer
@@ -87,12 +88,13 @@ def trace_rank(
 ) -> RankTrace:
     """Parallelize a model on the meta device as one rank of ``pp``, and record its actions."""
     parallelism, staged = _on_rank(parallelism, rank=rank)
-    splits = staged.schedules.kind in SPLIT_BACKWARD
+    splits = staged.schedules.splits_backward
     rounds = ("FIW", "FIW", "FB") if splits else ("FB", "FB")
     with prepared(traced, parallelism, mesh, step, without_grad) as run:
         record = _Record(run, staged, shapes, resolve_loss(step.logprobs, traced.structure.lm_head), len(rounds))
         untrained = record.all(rounds)
         before, costs = costs_of(run.recorder.recording, traced.structure.decoder, run.widths, record.laps)
+        opening, costs = costs[: record.opening], costs[record.opening :]
         parameters = dict(run.model.named_parameters())
     size = len(rounds[0]) * len(staged.stages)
     by_action = [*zip(record.names, _with_levels(record.names, costs), strict=True)]
@@ -103,6 +105,7 @@ def trace_rank(
     return RankTrace(
         before=plus(before, MemoryBreakdown(inputs=record.received), -len(rounds)),
         buffers=record.received,
+        opening=tuple(opening),
         first=first,
         later=later,
         after=tuple(costs[len(record.names) :]),
@@ -132,6 +135,7 @@ class _Record:
         self.run, self.staged, self.shapes, self.loss = run, staged, shapes, loss
         self.names: list[Action] = []
         self.laps: list[int] = []  # phases of each action
+        self.opening = 0  # phases before the first action
         self.split: dict[int, Any] = {}  # results of backwards of inputs, by place
         self.sent: list[Any] = []  # torch waits for the sends of several stages at the end of the schedule
         last, group = len(staged.ranks) - 1, staged.mesh.get_group()
@@ -156,7 +160,11 @@ class _Record:
         model, recorder = self.run.model, self.run.recorder
         fsdp = model if isinstance(model, FSDPModule) else None
         places = range(len(self.staged.stages))
-        with _accumulating(fsdp):
+        with ExitStack() as gathered, _accumulating(fsdp):
+            if self.staged.schedules.splits_backward:
+                with self._recorded(None), recorder.phase("forward"):
+                    gathered.enter_context(unsharded(model))
+                self.opening = len(self.laps)
             for number, actions in enumerate(rounds):
                 outputs: dict[int, tuple[Tensor, ...]] = {}
                 for place in places:
@@ -168,6 +176,7 @@ class _Record:
             with self._recorded(None), recorder.phase("backward"):
                 if fsdp is not None:
                     self.stage.reduce_gradients(fsdp)
+                gathered.close()
                 untrained = self.run.untrained()
         with self._recorded(None):
             self.run.update()

@@ -83,6 +83,8 @@ class _RankReplay:
         self.bytes_moved = self.in_flight = 0
         buffers = MemoryBreakdown(inputs=trace.buffers)
         self.live = plus(trace.before, buffers, staged.schedules.microbatches)
+        for cost in trace.opening:
+            self._add(cost)
         self._run(actions)
         self.flops_of_actions = sum(self.flops.values())
         if shared := sum(trace.shared.values()):
@@ -96,7 +98,7 @@ class _RankReplay:
 
     def _run(self, actions: Sequence[Turn]) -> None:
         """Add the actions of the schedule."""
-        most = self.live
+        most, held = self.live, self.live.gathered
         started: set[Action] = set()
         gathered: set[int] = set()  # places with gathered weights since the last forward
         flying: set[tuple[int, int]] = set()
@@ -105,7 +107,7 @@ class _RankReplay:
             cost = self.cost(step, first=action not in started)
             started.add(action)
             if step.kind == "F":
-                self.live, gathered = replace(self.live, gathered=0), set()
+                self.live, gathered = replace(self.live, gathered=held), set()
             elif action[0] in gathered:
                 cost = cost.without_gathers()
             else:
