@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import MeshSpec, adopt_mesh, offload, parallelize, save_weights, submesh
+from fsdp_runtime import MeshSpec, adopt_mesh, offload, parallelize, submesh
 from fsdp_runtime.mesh import fsdp_mesh
 from fsdp_runtime.mesh.experts import expert_view
 from fsdp_runtime.parallelism import resolve_parallelism
@@ -100,7 +100,6 @@ CASES: Provocations = {
             lambda: refuse(Own(), plan=None, activation_checkpointing="sometimes"),
             lambda: FSDP2(frozen_params="some"),  # type: ignore[arg-type]
         ),
-        "OptionError: has no option writers any more": lambda: save_weights(nn.Linear(2, 2), ".", writers="one"),
         "OptionError: write True or False": (
             lambda: FSDP2(reshard_after_forward="no"),  # type: ignore[arg-type]
             lambda: refuse(Own(), plan=None, packed_sequences="yes"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from fsdp_runtime.errors import OptionError
@@ -21,14 +21,6 @@ def require_one_of(name: str, value: object, allowed: Collection[object], *, or_
     if value not in allowed:
         values = ", ".join(map(repr, allowed))
         raise OptionError(f"{name}={value!r}: write one of {values}{or_else}")
-
-
-def require_no_removed(call: str, options: Mapping[str, object], removed: Mapping[str, str]) -> None:
-    """Refuse unknown options of a call; ``removed`` maps options of earlier releases to replacements."""
-    for name in options:
-        if name in removed:
-            raise OptionError(f"{call} has no option {name} any more: {removed[name]}")
-        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
 
 
 def require_bool(name: str, value: object) -> None:

@@ -71,9 +71,6 @@ def drained(items: list[T]) -> Iterator[T]:
 #: Longest wait for the other ranks' writes; the exit of another rank's process is noticed at once.
 _TIMEOUT = timedelta(hours=1)
 
-#: Error text for the removed option ``if_saving``.
-SAVES_WAIT = "a save waits until the earlier save of its process has ended; ask done() of its SaveFuture"
-
 logger = logging.getLogger(__name__)
 _running: list[SaveFuture[object]] = []
 _groups: dict[tuple[int, ...], tuple[ProcessGroup | None, ProcessGroup]] = {}

@@ -19,7 +19,6 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.generators import rng_states
 from fsdp_runtime.model.state import StateEntry, require_memory
 from fsdp_runtime.sharded.async_saves import (
-    SAVES_WAIT,
     HostStaging,
     SaveFuture,
     save_in_thread,
@@ -47,7 +46,6 @@ from fsdp_runtime.training_state.optimizers import (
     parameter_names,
 )
 from fsdp_runtime.training_state.safe_pickle import serialize, write_object
-from fsdp_runtime.values import require_no_removed
 from tp_plans.boxes import Box
 
 SHARED_FILE = "shared.pt"
@@ -107,7 +105,6 @@ def save_training_state(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
-    **removed: object,
 ) -> Path | SaveFuture[Path]:
     """Save model, optimizer, scheduler and RNG states, to resume training on the same or another mesh.
 
@@ -130,7 +127,6 @@ def save_training_state(
             host memory; a thread writes the copy while training goes on and changes the tensors.  The saved state is
             the same, bit for bit.  ``wait()`` returns its directory and raises the thread's errors.  A later save of
             this process waits until the thread has ended.
-        removed: options of earlier releases, refused with the reason.
 
     Raises:
         OptionError: a value cannot be saved in a form that is safe to load, a number is negative, the model is on the
@@ -155,7 +151,6 @@ def save_training_state(
     entries, ranks = held.entries, held.writers
     optimizers = as_list(optimizer)
     with raise_on_all(ranks) as agreed:
-        require_no_removed("save_training_state", removed, {"if_saving": SAVES_WAIT})
         if step < 0 or (keep is not None and keep < 0):
             raise OptionError(f"step={step}, keep={keep}: give numbers of at least 0")
         folder = require_path("directory", directory)

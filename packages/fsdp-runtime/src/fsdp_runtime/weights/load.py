@@ -19,18 +19,11 @@ from fsdp_runtime.model.state import refresh_buffers, reshard_all
 from fsdp_runtime.sharded.collectives import first_rank_speaks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.shard_offsets import require_plain_shards
-from fsdp_runtime.values import require_no_removed
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import open_on_all
 from fsdp_runtime.weights.new_modules import submodule
 from fsdp_runtime.weights.quantize.stored import read_stored_weights
 from fsdp_runtime.weights.stored_source import StoredSource, require_equal_ties
-
-#: Options of earlier releases.
-_REMOVED = {
-    "readers": "each rank reads the slices of its shards",
-    "bucket_bytes": "a rank reads 16 MiB at a time",
-}
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,6 @@ def load_weights(
     training: bool | None = None,
     new_modules: Mapping[str, float] | None = None,
     prefix: str = "",
-    **removed: object,
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
@@ -87,7 +79,6 @@ def load_weights(
             The values depend on the names only, so they are the same on any mesh.
         prefix: path of the submodule to load, such as ``"policy"`` if the language model is ``model.policy``; list
             the modules beside it in ``new_modules``.
-        removed: options of earlier releases, refused with the reason.
 
     Raises:
         CheckpointError: a file is missing, truncated, corrupt, or outside the directory of the index that names it, or
@@ -118,7 +109,6 @@ def load_weights(
         state = ModelState(model)
         ranks = state.ranks
         with raise_on_all(ranks) as step:
-            require_no_removed("load_weights", removed, _REMOVED)
             step.value = {"training": training, "new_modules": {**(new_modules or {})}, "prefix": prefix}
             inner: Any = submodule(state.base.module, "prefix", prefix)
             for path_of_new in new_modules or {}:

@@ -18,25 +18,13 @@ from torch import nn
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.unloaded import require_loaded
-from fsdp_runtime.sharded.async_saves import (
-    SAVES_WAIT,
-    HostStaging,
-    SaveFuture,
-    save_in_thread,
-    wait_for_running,
-)
-from fsdp_runtime.sharded.collectives import (
-    ModelRanks,
-    first_rank_speaks,
-    raise_on_all,
-    require_equal_on_all,
-)
+from fsdp_runtime.sharded.async_saves import HostStaging, SaveFuture, save_in_thread, wait_for_running
+from fsdp_runtime.sharded.collectives import ModelRanks, first_rank_speaks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.fsync import naming_total
 from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
 from fsdp_runtime.sharded.work_directory import machine, remove_work, work_directory
-from fsdp_runtime.values import require_no_removed
 from fsdp_runtime.weights.commit import commit
 from fsdp_runtime.weights.companion_files import SourceFolder, save_companions
 from fsdp_runtime.weights.files import RankFiles, parse_bytes, plan_files
@@ -44,14 +32,6 @@ from fsdp_runtime.weights.multi_token_heads import CopiedTensor, heads_at_source
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import ExportedModel, WeightExport, started_ahead
-
-#: Options of earlier releases.
-_REMOVED = {
-    "max_shard_bytes": "it is max_shard_size",
-    "bucket_bytes": "a save gathers 64 MiB at a time",
-    "writers": "one rank writes each file, on every file system",
-    "if_saving": SAVES_WAIT,
-}
 
 
 @dataclass(frozen=True)
@@ -112,7 +92,6 @@ def save_weights(
     names: Names = "checkpoint",
     quantize: Quantization | None = None,
     asynchronous: bool = False,
-    **removed: object,
 ) -> SaveReport | SaveFuture[SaveReport]:
     """Save a model as safetensors, with its configs and the files of the checkpoint that it was loaded from.
 
@@ -143,7 +122,6 @@ def save_weights(
             and copied to host memory; a thread writes them while training goes on and changes the weights.  ``wait()``
             returns the report and raises the thread's errors.  A later save of this process waits until the thread has
             ended.
-        removed: options of earlier releases, refused with the reason.
 
     Raises:
         ConversionError: the model's tensors differ from the class's tensors (``names="model"`` works) or are quantized.
@@ -169,7 +147,6 @@ def save_weights(
     state = ModelState(model)
     ranks = state.writers
     with raise_on_all(ranks) as step, first_rank_speaks(ranks.groups):
-        require_no_removed("save_weights", removed, _REMOVED)
         target = require_path("directory", directory)
         options = {
             "max_shard_size": parse_bytes(max_shard_size),
