@@ -16,30 +16,19 @@ from fsdp_runtime.mesh import MeshSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One mesh with options, and its dry run.
+    """One mesh with options, and its dry run."""
 
-    Args:
-        mesh: the mesh.
-        sequence_parallel: whether activations between blocks are sharded over ``tp``.
-        activation_checkpointing: the mode.
-        context_parallel: how attention spans the ranks of ``cp``.
-        estimate: the dry run, ``None`` if it failed.
-        error: why the dry run failed, else ``""``.
-        tokens: tokens of a step, over all ranks.
-        seconds: lower bound of the traffic's time at the given bandwidths plus the time of the operations at the given
-            speed of the device, per million tokens, or the expected time on a given hardware; ``None`` without both.
-        bytes_sent: bytes that a rank sends per million tokens.
-    """
-
-    mesh: MeshSpec
-    sequence_parallel: bool
-    activation_checkpointing: str
-    context_parallel: str = "allgather"
-    estimate: Estimate | None = None
-    error: str = ""
-    tokens: int = 0
+    mesh: MeshSpec  # the mesh
+    sequence_parallel: bool  # whether activations between blocks are sharded over ``tp``
+    activation_checkpointing: str  # the mode
+    context_parallel: str = "allgather"  # how attention spans the ranks of ``cp``
+    estimate: Estimate | None = None  # the dry run, ``None`` if it failed
+    error: str = ""  # why the dry run failed, else ``""``
+    tokens: int = 0  # tokens of a step, over all ranks
+    # lower bound of the traffic's time at the given bandwidths plus the time of the operations at the given speed of
+    # the device, per million tokens, or the expected time on a given hardware; ``None`` without both
     seconds: float | None = None
-    bytes_sent: float = 0.0
+    bytes_sent: float = 0.0  # bytes that a rank sends per million tokens
 
     @property
     def world_size(self) -> int:
@@ -93,17 +82,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """All candidates, best first, failed ones last.
+    """All candidates, best first, failed ones last."""
 
-    Args:
-        world_size: number of ranks.
-        candidates: the compared meshes with options.
-        ranked_by: the criteria of the order, in words.
-    """
-
-    world_size: int
-    candidates: tuple[Candidate, ...]
-    ranked_by: str
+    world_size: int  # number of ranks
+    candidates: tuple[Candidate, ...]  # the compared meshes with options
+    ranked_by: str  # the criteria of the order, in words
 
     @property
     def estimated(self) -> tuple[Candidate, ...]:

@@ -18,32 +18,21 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBreakdown:
-    """Bytes of live tensors by category; every byte is counted once.
+    """Bytes of live tensors by category; every byte is counted once."""
 
-    Args:
-        parameters: this rank's shards (with ``offload`` on the host, and then not counted here).
-        gathered: parameters that FSDP2 gathered for the modules in use.
-        gradients: gradients in ``.grad`` after backward: this rank's shards.
-        optimizer_state: tensors that the optimizer keeps between steps.
-        activations: tensors that forward keeps for backward, without logits.
-        logits: tensors outside the blocks with the vocabulary as last dim: the model's output, copies and gradients.
-        buffers: the model's buffers.
-        inputs: token ids and other inputs of the step.
-        temporaries: all others: intermediate results, gradients before they are reduced, recomputed activations, flat
-            communication buffers.
-        workspaces: cuBLAS's memory for its handles in forward and in backward, from the first step on.
-    """
-
-    parameters: int = 0
-    gathered: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
-    activations: int = 0
+    parameters: int = 0  # this rank's shards (with ``offload`` on the host, and then not counted here)
+    gathered: int = 0  # parameters that FSDP2 gathered for the modules in use
+    gradients: int = 0  # gradients in ``.grad`` after backward: this rank's shards
+    optimizer_state: int = 0  # tensors that the optimizer keeps between steps
+    activations: int = 0  # tensors that forward keeps for backward, without logits
+    # tensors outside the blocks with the vocabulary as last dim: the model's output, copies and gradients
     logits: int = 0
-    buffers: int = 0
-    inputs: int = 0
+    buffers: int = 0  # the model's buffers
+    inputs: int = 0  # token ids and other inputs of the step
+    # all others: intermediate results, gradients before they are reduced, recomputed activations, flat communication
+    # buffers
     temporaries: int = 0
-    workspaces: int = 0
+    workspaces: int = 0  # cuBLAS's memory for its handles in forward and in backward, from the first step on
 
     @property
     def total(self) -> int:
@@ -57,20 +46,14 @@ class MemoryBreakdown:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The point of a phase with the most live bytes.
+    """The point of a phase with the most live bytes."""
 
-    Args:
-        phase: the phase of the step.
-        module: path of the innermost running module (in backward: the module of the operators that get gradients);
-            in a scaled estimate with the block's index in the full model; ``""`` outside the model.
-        operator: the operator that allocated last, such as ``"aten.mm.default"``.
-        nbytes: live bytes by category.
-    """
-
-    phase: Phase
+    phase: Phase  # the phase of the step
+    # path of the innermost running module (in backward: the module of the operators that get gradients); in a scaled
+    # estimate with the block's index in the full model; ``""`` outside the model
     module: str
-    operator: str
-    nbytes: MemoryBreakdown
+    operator: str  # the operator that allocated last, such as ``"aten.mm.default"``
+    nbytes: MemoryBreakdown  # live bytes by category
 
     @property
     def total(self) -> int:
@@ -84,25 +67,18 @@ class Memory:
 
     The numbers are sizes of storages; the CUDA caching allocator holds ``reserved`` for them, and ``constants``
     come on top of that.
-
-    Args:
-        resident: live between steps: parameters, optimizer state, buffers.
-        after_forward: live after the model has run: tensors needed by backward included.
-        after_backward: live before the optimizer: gradients included.
-        phases: the peak of each phase, in the order of the step.
-        host: bytes on the host instead of the device: parameters, gradients, optimizer state (``CPUOffloadPolicy``,
-            ``CPUOffloadAdamW``), activations (``ActivationCheckpointing(offload=True)``).
-        reserved: bytes of the allocator's segments in the third step, with its fragmentation; ``None`` if it was not
-            modelled.
-        constants: bytes that a process on a GPU takes outside of the allocator, by name; rough.
     """
 
-    resident: MemoryBreakdown
-    after_forward: MemoryBreakdown
-    after_backward: MemoryBreakdown
-    phases: tuple[Peak, ...]
+    resident: MemoryBreakdown  # live between steps: parameters, optimizer state, buffers
+    after_forward: MemoryBreakdown  # live after the model has run: tensors needed by backward included
+    after_backward: MemoryBreakdown  # live before the optimizer: gradients included
+    phases: tuple[Peak, ...]  # the peak of each phase, in the order of the step
+    # bytes on the host instead of the device: parameters, gradients, optimizer state (``CPUOffloadPolicy``,
+    # ``CPUOffloadAdamW``), activations (``ActivationCheckpointing(offload=True)``)
     host: MemoryBreakdown = MemoryBreakdown()
+    # bytes of the allocator's segments in the third step, with its fragmentation; ``None`` if it was not modelled
     reserved: int | None = None
+    # bytes that a process on a GPU takes outside of the allocator, by name; rough
     constants: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -123,139 +99,84 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Collectives of one kind, over one axis, in one phase of one step.
+    """Collectives of one kind, over one axis, in one phase of one step."""
 
-    Args:
-        axis: the mesh axis: an axis of the mesh, a flattened axis (``"dp_shard_cp"``), ``"efsdp"``, ``"ep"``, or
-            ``"ranks 0,1,…"``; the first axis if several have the same ranks.
-        ranks: number of ranks that take part.
-        phase: the phase of the step.
-        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, ``"broadcast"``, …
-        count: number of calls.
-        nbytes: bytes of this rank's inputs, over all calls.
-        bytes_sent: bytes that this rank sends at least, by the ring algorithm: all-gather ``(n-1) x nbytes``,
-            reduce-scatter and all-to-all ``(n-1)/n x nbytes``, all-reduce twice that, others ``nbytes``; an all-to-all
-            of uneven parts counts all bytes for other ranks.
-        seconds: ``bytes_sent`` at the bandwidth given for the axis; ``None`` without one.  A bandwidth-only lower bound
-            per collective: no latency or link contention; overlap is not modelled.
-    """
-
+    # the mesh axis: an axis of the mesh, a flattened axis (``"dp_shard_cp"``), ``"efsdp"``, ``"ep"``, or
+    # ``"ranks 0,1,…"``; the first axis if several have the same ranks
     axis: str
-    ranks: int
-    phase: Phase
-    kind: str
-    count: int
-    nbytes: int
+    ranks: int  # number of ranks that take part
+    phase: Phase  # the phase of the step
+    kind: str  # ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, ``"broadcast"``, …
+    count: int  # number of calls
+    nbytes: int  # bytes of this rank's inputs, over all calls
+    # bytes that this rank sends at least, by the ring algorithm: all-gather ``(n-1) x nbytes``, reduce-scatter and
+    # all-to-all ``(n-1)/n x nbytes``, all-reduce twice that, others ``nbytes``; an all-to-all of uneven parts counts
+    # all bytes for other ranks
     bytes_sent: int
+    # ``bytes_sent`` at the bandwidth given for the axis; ``None`` without one.  A bandwidth-only lower bound per
+    # collective: no latency or link contention; overlap is not modelled
     seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedParameters:
-    """Parameters that are replicated over all axes, grouped over blocks.
+    """Parameters that are replicated over all axes, grouped over blocks."""
 
-    Args:
-        pattern: their names with block indices as ``*``, such as ``"model.layers.*.input_layernorm.weight"``.
-        count: number of parameters.
-        nbytes: bytes of all of them on this rank.
-    """
-
-    pattern: str
-    count: int
-    nbytes: int
+    pattern: str  # their names with block indices as ``*``, such as ``"model.layers.*.input_layernorm.weight"``
+    count: int  # number of parameters
+    nbytes: int  # bytes of all of them on this rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption:
-    """Information that a dry run lacks, and its assumption instead.
+    """Information that a dry run lacks, and its assumption instead."""
 
-    Args:
-        operator: an operator with a data-dependent result, such as ``"aten.nonzero.default"``; ``""`` for other
-            assumptions.
-        module: path of the module that called the operator, or of the assumption; block indices as ``*``.
-        assumption: the assumed result and its effect in words, or that the module was left out of the estimate.
-        counted: whether the module's work is in the numbers; ``False`` if it had to be left out.
-    """
-
+    # an operator with a data-dependent result, such as ``"aten.nonzero.default"``; ``""`` for other assumptions
     operator: str
-    module: str
-    assumption: str
-    counted: bool = True
+    module: str  # path of the module that called the operator, or of the assumption; block indices as ``*``
+    assumption: str  # the assumed result and its effect in words, or that the module was left out of the estimate
+    counted: bool = True  # whether the module's work is in the numbers; ``False`` if it had to be left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One change that would lower the peak.
+    """One change that would lower the peak."""
 
-    Args:
-        change: the change in words, with the option's name.
-        saves: upper bound of the bytes saved at the peak, ``None`` if it is unknown.
-    """
-
-    change: str
-    saves: int | None = None
+    change: str  # the change in words, with the option's name
+    saves: int | None = None  # upper bound of the bytes saved at the peak, ``None`` if it is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The model, mesh and step that were estimated.
+    """The model, mesh and step that were estimated."""
 
-    Args:
-        model: the model's class.
-        parameters: elements of all its parameters, tied parameters once.
-        mesh: axis to size, in the mesh's order, axes of size 1 included; last ``ep``, which divides the same ranks
-            again.
-        world_size: number of ranks.
-        rank: the rank that the numbers belong to.
-        seq_len: tokens per sequence, before sharding over ``cp`` or ``tp``.
-        micro_batch: sequences per data-parallel rank and step.
-        plan: the requested plan: ``"auto"``, ``"none"``, ``"custom"`` or a dotted path.
-        sequence_parallel: whether activations between blocks are sharded over ``tp``.
-        activation_checkpointing: the requested mode.
-        dtype: dtype of computation, such as ``"bf16"``.
-        master_dtype: dtype of parameters, gradients and optimizer state, if it differs.
-        optimizer: the optimizer.
-        logprobs: the loss.
-        offload: whether shards and optimizer state stay on the host.
-        blocks: number of repeated blocks of the model.
-        traced: numbers of blocks that each trace ran: one for an exact trace, two if the rest was scaled.
-        scaling: the traced blocks and the scaling of the other blocks, in words.
-        routing: the assumed routes on a mesh with ``ep``.
-        context_parallel: how attention spans the ranks of ``cp``.
-        micro_batches: forward and backward passes of a step.
-        compiled: whether blocks are compiled.
-        offload_activations: whether activations that forward keeps move to the host.
-        attention_kernels: the kernels with counted workspaces.
-        frozen: bytes per rank of the frozen matrices in blocks, beside adapters that train.
-        quantized: whether ``Quantized`` packs the frozen base.
-    """
-
-    model: str
-    parameters: int
+    model: str  # the model's class
+    parameters: int  # elements of all its parameters, tied parameters once
+    # axis to size, in the mesh's order, axes of size 1 included; last ``ep``, which divides the same ranks again
     mesh: Mapping[str, int]
-    world_size: int
-    rank: int
-    seq_len: int
-    micro_batch: int
-    plan: str
-    sequence_parallel: bool
-    activation_checkpointing: str
-    dtype: str
-    master_dtype: str | None
-    optimizer: str
-    logprobs: str
-    offload: bool
-    blocks: int
-    traced: tuple[int, ...]
-    scaling: str
-    routing: str = "balanced"
-    context_parallel: str = "allgather"
-    micro_batches: int = 1
-    compiled: bool = False
-    offload_activations: bool = False
-    attention_kernels: str = "flash2"
-    frozen: int = 0
-    quantized: bool = False
+    world_size: int  # number of ranks
+    rank: int  # the rank that the numbers belong to
+    seq_len: int  # tokens per sequence, before sharding over ``cp`` or ``tp``
+    micro_batch: int  # sequences per data-parallel rank and step
+    plan: str  # the requested plan: ``"auto"``, ``"none"``, ``"custom"`` or a dotted path
+    sequence_parallel: bool  # whether activations between blocks are sharded over ``tp``
+    activation_checkpointing: str  # the requested mode
+    dtype: str  # dtype of computation, such as ``"bf16"``
+    master_dtype: str | None  # dtype of parameters, gradients and optimizer state, if it differs
+    optimizer: str  # the optimizer
+    logprobs: str  # the loss
+    offload: bool  # whether shards and optimizer state stay on the host
+    blocks: int  # number of repeated blocks of the model
+    traced: tuple[int, ...]  # numbers of blocks that each trace ran: one for an exact trace, two if the rest was scaled
+    scaling: str  # the traced blocks and the scaling of the other blocks, in words
+    routing: str = "balanced"  # the assumed routes on a mesh with ``ep``
+    context_parallel: str = "allgather"  # how attention spans the ranks of ``cp``
+    micro_batches: int = 1  # forward and backward passes of a step
+    compiled: bool = False  # whether blocks are compiled
+    offload_activations: bool = False  # whether activations that forward keeps move to the host
+    attention_kernels: str = "flash2"  # the kernels with counted workspaces
+    frozen: int = 0  # bytes per rank of the frozen matrices in blocks, beside adapters that train
+    quantized: bool = False  # whether ``Quantized`` packs the frozen base
 
     @property
     def exact(self) -> bool:
@@ -265,62 +186,38 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRank:
-    """One rank of ``pp`` over a step of its schedule.
+    """One rank of ``pp`` over a step of its schedule."""
 
-    Args:
-        rank: its place on ``pp``.
-        blocks: the first and the last block of each of its stages.
-        resident: bytes between steps: parameters, optimizer state, buffers.
-        peak: live bytes at its peak.
-        in_flight: the most micro-batches, over its stages, that wait for their backward at one time.
-        flops: its floating-point operations in a step.
-        idle: the part of the time of the step in which it waits for other stages, with times in proportion to
-            operations and sends without time.
-        bytes_sent: bytes sent in a step to other ranks of ``pp``.
-    """
-
-    rank: int
-    blocks: tuple[tuple[int, int], ...]
-    resident: MemoryBreakdown
-    peak: MemoryBreakdown
-    in_flight: int
-    flops: int
+    rank: int  # its place on ``pp``
+    blocks: tuple[tuple[int, int], ...]  # the first and the last block of each of its stages
+    resident: MemoryBreakdown  # bytes between steps: parameters, optimizer state, buffers
+    peak: MemoryBreakdown  # live bytes at its peak
+    in_flight: int  # the most micro-batches, over its stages, that wait for their backward at one time
+    flops: int  # its floating-point operations in a step
+    # the part of the time of the step in which it waits for other stages, with times in proportion to operations and
+    # sends without time
     idle: float
-    bytes_sent: Mapping[int, int]
+    bytes_sent: Mapping[int, int]  # bytes sent in a step to other ranks of ``pp``
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Memory, traffic and work of a training step on one rank of a mesh.
+    """Memory, traffic and work of a training step on one rank of a mesh."""
 
-    Args:
-        settings: the model, mesh and step that were estimated.
-        memory: live bytes.
-        traffic: collectives of a step, by axis, phase and kind.
-        flops: floating-point operations of this rank in a step, recomputation included (a multiply-add is two).
-        replicated: parameters that are replicated over all axes, largest first.
-        findings: findings of the plan check.
-        assumptions: operators with data-dependent results.
-        device_memory: bytes of a device, if given.
-        advice: changes that lower the peak, largest savings first.
-        seconds: duration of the dry run.
-        flops_by_kind: the operations of matrix products, grouped and float8 ones, and attention with its masked half.
-        bytes_moved: bytes that the other operators of forward and backward read and write, none of them fused.
-        pipeline: the ranks of ``pp``; the numbers above belong to the one with the highest peak.
-    """
-
-    settings: Settings
-    memory: Memory
-    traffic: tuple[Traffic, ...]
-    flops: int
-    replicated: tuple[ReplicatedParameters, ...] = ()
-    findings: tuple[str, ...] = ()
-    assumptions: tuple[Assumption, ...] = ()
-    device_memory: int | None = None
-    advice: tuple[Advice, ...] = ()
-    seconds: float = 0.0
+    settings: Settings  # the model, mesh and step that were estimated
+    memory: Memory  # live bytes
+    traffic: tuple[Traffic, ...]  # collectives of a step, by axis, phase and kind
+    flops: int  # floating-point operations of this rank in a step, recomputation included (a multiply-add is two)
+    replicated: tuple[ReplicatedParameters, ...] = ()  # parameters that are replicated over all axes, largest first
+    findings: tuple[str, ...] = ()  # findings of the plan check
+    assumptions: tuple[Assumption, ...] = ()  # operators with data-dependent results
+    device_memory: int | None = None  # bytes of a device, if given
+    advice: tuple[Advice, ...] = ()  # changes that lower the peak, largest savings first
+    seconds: float = 0.0  # duration of the dry run
+    # the operations of matrix products, grouped and float8 ones, and attention with its masked half
     flops_by_kind: Mapping[str, int] = field(default_factory=dict)
-    bytes_moved: int = 0
+    bytes_moved: int = 0  # bytes that the other operators of forward and backward read and write, none of them fused
+    # the ranks of ``pp``; the numbers above belong to the one with the highest peak
     pipeline: tuple[PipelineRank, ...] = ()
 
     @property
