@@ -15,11 +15,11 @@ from coverage.measure import default_dtype
 from coverage.pipeline import PIPELINE_BOUND, measure_pipeline, pipeline_outcome
 from coverage.pipeline_routes import measure_routes
 from coverage.table import coverage_entries, tiny_model
-from fsdp_runtime import parallelize, submesh
+from fsdp_runtime import parallelize, submesh, unsharded
 from fsdp_runtime.steps import Pipeline, forward_backward, forward_only
 from harness.adapters import filled
 from harness.float64 import compute_in_float64
-from harness.parity import largest, mesh_for
+from harness.parity import gradient_errors, largest, mesh_for
 from harness.ranks import RankPool
 from rl_logprobs import clip_grad_norm_, grad_norm, grad_norms
 
@@ -128,6 +128,30 @@ def test_forward_only_takes_other_lengths_on_each_data_parallel_rank(eight_ranks
     errors = eight_ranks.run(_errors_of_lengths, lengths)
     assert sorted(map(len, errors)) == [0] * 4 + [6] * 4
     assert max(max(each, default=0.0) for each in errors) <= PIPELINE_BOUND
+
+
+def _errors_of_accumulated_gradients() -> dict[str, float]:
+    """The errors of gradients of a call, then of a second one inside ``unsharded``, with a tied embedding."""
+    with default_dtype(torch.float64), compute_in_float64():
+        plain = tiny_model(coverage_entries()["gemma2"])
+        staged = parallelize(
+            copy.deepcopy(plain), mesh_for({"pp": 2, "dp_shard": 2}), steps=(Pipeline(microbatches=2),), logits="full"
+        )
+        batches = [{"input_ids": torch.arange(9).view(1, 9) + start} for start in (3, 20)]
+
+        def loss(output: Any, batch: Any = None) -> torch.Tensor:
+            return output.logits.square().mean()  # type: ignore[no-any-return]
+
+        forward_backward(staged, batches, loss)
+        with unsharded(staged):
+            forward_backward(staged, batches, loss)
+        sum(2 * loss(plain(**batch, use_cache=False)) for batch in batches).backward()
+        return gradient_errors({name: p.grad for name, p in plain.named_parameters()}, staged)
+
+
+def test_forward_backward_inside_unsharded_adds_to_earlier_gradients(four_ranks: RankPool) -> None:
+    for errors in four_ranks.run(_errors_of_accumulated_gradients):
+        assert not {name: error for name, error in errors.items() if not error <= PIPELINE_BOUND}
 
 
 #: Rows of the coverage table that are refused: they run a block several times, or read blocks after the last one.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 
@@ -36,12 +37,11 @@ def mark_stage_parameters(model: nn.Module) -> None:
 @contextmanager
 def summing_shared_gradients(model: nn.Module, staged: StagedModel) -> Iterator[None]:
     """Sum the gradients that a schedule computes inside the ``with``; earlier ones are sums already."""
-    parameters = {name: p for name, p in model.named_parameters() if name in staged.shared}
+    parameters = _shared_parameters(model, staged)
     earlier = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     yield
-    parameters = {name: p for name, p in model.named_parameters() if name in staged.shared}
     unused = _without_gradients(parameters, staged)
     with torch.no_grad():
         for name in staged.shared:
@@ -51,6 +51,12 @@ def summing_shared_gradients(model: nn.Module, staged: StagedModel) -> Iterator[
             if gradient is not None:
                 current = parameters[name].grad
                 parameters[name].grad = gradient if current is None else gradient.add_(current)
+
+
+def _shared_parameters(model: nn.Module, staged: StagedModel) -> dict[str, nn.Parameter]:
+    """Return this rank's shared parameters by name: shards, also where FSDP2 has gathered them."""
+    entries = ((entry.names[0], entry.tensor) for entry in state_entries(model))
+    return {name: p for name, p in entries if name in staged.shared and isinstance(p, nn.Parameter)}
 
 
 def _without_gradients(parameters: dict[str, nn.Parameter], staged: StagedModel) -> set[str]:
