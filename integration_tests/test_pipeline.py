@@ -15,7 +15,7 @@ from coverage.measure import default_dtype
 from coverage.pipeline import PIPELINE_BOUND, measure_pipeline, pipeline_outcome
 from coverage.pipeline_routes import measure_routes
 from coverage.table import coverage_entries, tiny_model
-from fsdp_runtime import parallelize, submesh, unsharded
+from fsdp_runtime import ModelError, parallelize, submesh, unsharded
 from fsdp_runtime.steps import Pipeline, forward_backward, forward_only
 from harness.adapters import filled
 from harness.float64 import compute_in_float64
@@ -152,6 +152,24 @@ def _errors_of_accumulated_gradients() -> dict[str, float]:
 def test_forward_backward_inside_unsharded_adds_to_earlier_gradients(four_ranks: RankPool) -> None:
     for errors in four_ranks.run(_errors_of_accumulated_gradients):
         assert not {name: error for name, error in errors.items() if not error <= PIPELINE_BOUND}
+
+
+def _modes_after_a_failing_batch() -> tuple[str, set[bool]]:
+    """The error of a batch that no stage can run, and the modes of the modules after it."""
+    staged = parallelize(
+        tiny_model(coverage_entries()["llama"]).train(), mesh_for({"pp": 2}), steps=(Pipeline(microbatches=2),)
+    )
+    try:
+        forward_only(staged, [{"input_ids": torch.full((1, 4), 10**6)}] * 2)
+    except ModelError as error:
+        return str(error), {module.training for module in staged.modules()}
+    return "", set()
+
+
+def test_forward_only_leaves_the_mode_of_a_model_after_a_failing_batch(two_ranks: RankPool) -> None:
+    for message, modes in two_ranks.run(_modes_after_a_failing_batch):
+        assert "the forward of stage 0 on rank 0 of pp raises IndexError" in message
+        assert modes == {True}
 
 
 #: Rows of the coverage table that are refused: they run a block several times, or read blocks after the last one.

@@ -6,7 +6,8 @@ So the code of the model sees no padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -141,22 +142,31 @@ def _largest(same: Sequence[Sent]) -> Sent:
 def _probe(model: nn.Module, staged: StagedModel, batch: Mapping[str, Any]) -> list[tuple[Sent, ...]]:
     """Run one micro-batch through all stages without gradients, and return the tensors that each stage sends."""
     group, results = staged.mesh.get_group(), list[tuple[Sent, ...]]()
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     for stage, rank in enumerate(staged.ranks[:-1]):
         answer: list[Any] = [None]
         if rank == staged.rank:
             try:
-                answer = [[described(tensor) for tensor in _forward(model, staged, stage, batch, results)]]
+                with _evaluating(model):
+                    answer = [[described(tensor) for tensor in _forward(model, staged, stage, batch, results)]]
             except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
                 answer = [f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(answer, dist.get_global_rank(group, rank), group=group)
         if isinstance(answer[0], str):
             raise ModelError(f"the forward of stage {stage} on rank {rank} of pp raises {answer[0]}")
         results.append(tuple(replace(sent, mesh=staged.tp) for sent in answer[0]))
-    for module in training:
-        module.training = True
     return results
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode inside the ``with``."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _forward(
