@@ -41,6 +41,11 @@ def _deepstack() -> None:
     forward_only(parallelize(model, mesh, steps=(Pipeline(microbatches=2),)), [inputs] * 2)
 
 
+def _own_tokens(model: Any, directory: str) -> None:
+    ids = torch.arange(6).view(1, 6) + dist.get_rank()
+    forward_only(model, [{"input_ids": ids}] * 4)
+
+
 def _with_a_parameter(model: Any, directory: str) -> None:
     model.scale = nn.Parameter(torch.ones(()))
     save_weights(model, directory)
@@ -56,6 +61,9 @@ CASES: Provocations = {
         "ModelError: is a part of a model in pipeline stages": _staged(lambda m, d: save_weights(m.model, d)),
         "ModelError: when parallelize divided the model": _staged(lambda m, d: save_weights(m.to(torch.bfloat16), d)),
         "ModelError: 1 tensors were added": _staged(_with_a_parameter),
+    },
+    "fsdp_runtime/steps/guards/check_inputs.py": {
+        "LayoutError: of one pp group were given different inputs": _staged(_own_tokens)
     },
     "fsdp_runtime/steps/pipeline/media.py": {"ModelError: after the first stage": _deepstack},
     "fsdp_runtime/meters/model_flops.py": {

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.functional import pad
 
-from fsdp_runtime.errors import LayoutError, ModelError, OptionError
+from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.sharded.shard_offsets import local_box
+from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
 from fsdp_runtime.steps.pipeline.values import Value
@@ -71,6 +72,8 @@ def _contiguous(gradient: Tensor) -> Tensor:
     return gradient.contiguous()
 
 
+#: Keywords with which every stage computes masks and positions.
+_OF_ALL_STAGES = ("input_ids", "attention_mask", "position_ids")
 Shapes = list[dict[int | None, tuple[Sent, ...]]]
 
 
@@ -79,7 +82,7 @@ def sent_shapes(model: nn.Module, staged: StagedModel, batches: Sequence[Mapping
     sizes = [rows_and_tokens(batch) for batch in batches]
     known = staged.shapes
     if not known:
-        _require_equal_sizes(staged, sizes)
+        _require_equal_tokens(staged, batches)
     for index, size in enumerate(sizes):
         if size not in known:
             known[size] = _computed(staged, size) or _probe(model, staged, batches[index])
@@ -91,15 +94,13 @@ def sent_shapes(model: nn.Module, staged: StagedModel, batches: Sequence[Mapping
     return shapes
 
 
-def _require_equal_sizes(staged: StagedModel, sizes: list[tuple[int, ...]]) -> None:
-    """Check that all stages were given micro-batches of the same sizes."""
-    by_rank: list[Any] = [None] * staged.mesh.size()
-    dist.all_gather_object(by_rank, sizes, group=staged.mesh.get_group())
-    if other := next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None):
-        raise LayoutError(
-            f"rank 0 of pp has micro-batches of rows and tokens {by_rank[0]}, and rank {other} of pp {by_rank[other]}: "
-            "give all ranks of pp the same batch"
-        )
+def _require_equal_tokens(staged: StagedModel, batches: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all stages were given micro-batches of the same tokens."""
+    inputs = {
+        f"micro-batch {index}": {"rows and tokens": rows_and_tokens(batch), **{n: batch.get(n) for n in _OF_ALL_STAGES}}
+        for index, batch in enumerate(batches)
+    }
+    assert_inputs_equal(staged.mesh, inputs, axis="pp")
 
 
 def _computed(staged: StagedModel, size: tuple[int, ...]) -> list[tuple[Sent, ...]] | None:
