@@ -32,7 +32,7 @@ def rank_kinds(full: TracedModel, staged: StagedModel, shapes: Shapes) -> list[A
         sizes = [_sizes(shapes[boundary]) for boundary in (stage - 1, stage) if 0 <= boundary < last]
         return stage == 0, stage == last, tuple(blocks[slice(*staged.ranges[stage])]), sizes
 
-    return [[stage_key(stage) for stage in _stages_of(staged, rank)] for rank in sorted(set(staged.ranks))]
+    return [[stage_key(stage) for stage in staged.stages_of(rank)] for rank in sorted(set(staged.ranks))]
 
 
 def replay(
@@ -47,7 +47,7 @@ def replay(
     rows = tuple(
         PipelineRank(
             rank=rank,
-            blocks=tuple((start, end - 1) for start, end in (staged.ranges[s] for s in _stages_of(staged, rank))),
+            blocks=tuple((start, end - 1) for start, end in (staged.ranges[s] for s in staged.stages_of(rank))),
             resident=replace(each.trace.before, inputs=0),
             peak=max(each.peaks.values(), key=lambda peak: peak.total).nbytes,
             in_flight=each.in_flight,
@@ -75,7 +75,7 @@ class _RankReplay:
 
     def __init__(self, trace: RankTrace, staged: StagedModel, rank: int, actions: Sequence[Turn]) -> None:
         self.trace, self.rank = trace, rank
-        self.places = {stage: place for place, stage in enumerate(_stages_of(staged, rank))}
+        self.places = {stage: place for place, stage in enumerate(staged.stages_of(rank))}
         self.peaks: dict[Phase, Peak] = {}
         self.ends: dict[Phase, MemoryBreakdown] = {}
         self.traffic: list[Mapping[CallKey, tuple[int, ...]]] = []
@@ -152,10 +152,6 @@ class _RankReplay:
             assumptions=trace.assumptions,
             untrained=trace.untrained,
         )
-
-
-def _stages_of(staged: StagedModel, rank: int) -> list[int]:
-    return [stage for stage, of in enumerate(staged.ranks) if of == rank]
 
 
 def _messages(

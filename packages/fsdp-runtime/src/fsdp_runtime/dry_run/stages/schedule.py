@@ -29,7 +29,7 @@ class Turn(NamedTuple):
 def actions_by_rank(staged: StagedModel) -> dict[int, list[Turn]]:
     """Return the actions of each rank of ``pp``, in the order in which torch's schedule runs them."""
     step, count = staged.schedules, len(staged.ranks)
-    mine = [stage for stage, rank in enumerate(staged.ranks) if rank == staged.mesh.get_local_rank()]
+    mine = staged.stages_of(staged.mesh.get_local_rank())
     stages = [PipelineStage(nn.Identity(), s, count, torch.device("cpu"), group=staged.mesh.get_group()) for s in mine]
     kind = get_schedule_class(step.schedule)
     single = issubclass(kind, PipelineScheduleSingle)

@@ -15,8 +15,8 @@ from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.pipeline.parts import StagedModel
-from fsdp_runtime.steps.pipeline.runs import StageRun, WholeRun, running, stage_inputs
-from fsdp_runtime.steps.pipeline.trace import logits_of
+from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
+from fsdp_runtime.steps.pipeline.trace import Record, logits_of
 from fsdp_runtime.steps.pipeline.values import Value
 from tp_plans import TpPlansError
 from tp_plans.runtime import tiny_model
@@ -49,7 +49,7 @@ def rows(model: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
 
 def kept_parts(staged: StagedModel, rank: int) -> set[str]:
     """Return the paths of the blocks and outer modules of a rank of ``pp``."""
-    stages = [stage for stage, of in enumerate(staged.ranks) if of == rank]
+    stages = staged.stages_of(rank)
     kept = {path for stage in stages for path in staged.blocks[slice(*staged.ranges[stage])]}
     ends = {"every", *(["first"] if 0 in stages else []), *(["last"] if len(staged.ranks) - 1 in stages else [])}
     return kept | {path for path, where in staged.outer.items() if where in ends}
@@ -129,7 +129,7 @@ def require_equal(model: Any, staged: StagedModel, inputs: Mapping[str, Any]) ->
 
 
 def _whole(model: Any, staged: StagedModel, inputs: Mapping[str, Any]) -> Tensor:
-    with running(staged, WholeRun()):
+    with running(staged, Record()):
         return logits_of(model(**{**inputs, "use_cache": False}))
 
 

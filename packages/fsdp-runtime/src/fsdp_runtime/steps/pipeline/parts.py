@@ -68,7 +68,11 @@ class StagedModel:
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages of this rank."""
-        return tuple(stage for stage, rank in enumerate(self.ranks) if rank == self.rank)
+        return self.stages_of(self.rank)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank of ``pp``."""
+        return tuple(stage for stage, holder in enumerate(self.ranks) if holder == rank)
 
     @property
     def blocks_by_stage(self) -> dict[int, tuple[int, int]]:

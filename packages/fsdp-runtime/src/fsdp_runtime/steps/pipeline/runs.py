@@ -17,18 +17,6 @@ _MEDIA = ("pixel", "image", "video", "audio", "speech", "input_features", "input
 RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
-class WholeRun:
-    """A forward of a whole copy."""
-
-    def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block."""
-        return call(*args, **kwargs)
-
-    def outer(self, part: StagePart, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module outside of the blocks."""
-        return call(*args, **kwargs)
-
-
 class Tokens(NamedTuple):
     """The place of a micro-batch among the tokens of a schedule."""
 

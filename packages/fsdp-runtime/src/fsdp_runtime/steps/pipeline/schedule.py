@@ -25,7 +25,7 @@ from fsdp_runtime.runtime_state import RUNTIME_STATE
 from fsdp_runtime.steps.pipeline.media import require_media_on_first_stage
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import RECORDED, StageRun, Tokens, running, stage_inputs
-from fsdp_runtime.steps.pipeline.shapes import rows_and_tokens, sent_shapes
+from fsdp_runtime.steps.pipeline.shapes import device_of, rows_and_tokens, sent_shapes
 from fsdp_runtime.steps.pipeline.shared import summing_shared_gradients
 from fsdp_runtime.steps.pipeline.values import Value
 
@@ -105,7 +105,7 @@ def forward_only(
 
     def keep(index: int, output: Any) -> Tensor:
         results[index] = output if outputs is None else outputs(output, micro_batches[index])
-        return torch.zeros((), device=_device(model))
+        return torch.zeros((), device=device_of(model))
 
     _run(model, staged, micro_batches, keep, backward=False)
     return [results[index] for index in range(len(micro_batches))] if results else None
@@ -223,7 +223,7 @@ class _Schedule:
         single = issubclass(kind, PipelineScheduleSingle)
         schedule = kind(stages[0] if single else stages, count, loss_fn=_identity, scale_grads=False)
         losses: list[Tensor] = []
-        target = torch.zeros(count, device=_device(self.model))
+        target = torch.zeros(count, device=device_of(self.model))
         fsdp = self.model if isinstance(self.model, FSDPModule) else None
         try:
             if backward:
@@ -247,7 +247,7 @@ class _Schedule:
             (torch.empty((), device="meta"),) if last else tuple(s.buffer(backward) for s in self.shapes[stage][None])
         )
         made = _Stage(
-            _Parameters(self.model), stage, len(staged.ranks), _device(self.model), received, sent,
+            _Parameters(self.model), stage, len(staged.ranks), device_of(self.model), received, sent,
             group=staged.mesh.get_group(),
         )  # fmt: skip
         made.stage_index_to_group_rank = dict(enumerate(staged.ranks))
@@ -273,7 +273,7 @@ class _Schedule:
 
     def _on_all_ranks(self, losses: list[Tensor]) -> Tensor:
         group, last = self.staged.mesh.get_group(), self.staged.ranks[-1]
-        count, device = len(self.batches), _device(self.model)
+        count, device = len(self.batches), device_of(self.model)
         values = torch.zeros(count, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
         if losses:
             values = torch.stack([loss.detach() for loss in losses]).to(values)
@@ -332,8 +332,3 @@ def _label_weights(model: Any, micro_batches: Sequence[MicroBatch]) -> list[Any]
     counts = [(batch["labels"][..., 1:] != -100).sum() for batch in micro_batches]
     total = torch.stack(counts).sum().clamp(min=1)
     return [count / total for count in counts]
-
-
-def _device(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters())
-    return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.functional import pad
 
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.sharded.shard_offsets import local_box
 from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
@@ -175,7 +176,8 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """Run a stage on zeros."""
     values = staged.sent[stage - 1] if stage else ()
-    tensors = [_zeros(model, shape) for shape in results[-1]] if stage else []
+    zeros = partial(torch.zeros, device=device_of(model))
+    tensors = [each.received(zeros(each.shape, dtype=each.dtype)) for each in results[-1]] if stage else []
     run = StageRun(staged, stage, dict(zip(values, tensors, strict=True)))
     with torch.no_grad(), running(staged, run):
         model(**stage_inputs(batch, stage, len(staged.ranks)))
@@ -189,7 +191,6 @@ def described(tensor: Tensor) -> Sent:
     return Sent(tuple(tensor.shape), tensor.dtype)
 
 
-def _zeros(model: nn.Module, shape: Sent) -> Tensor:
-    parameter = next(model.parameters())
-    device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-    return shape.received(torch.zeros(shape.shape, dtype=shape.dtype, device=device))
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's tensors."""
+    return local_tensor(next(model.parameters())).device

@@ -18,17 +18,9 @@ def split_blocks(
     size_before: float = 0,
     size_after: float = 0,
 ) -> tuple[int, ...]:
-    """Return the number of blocks of each stage, with the least cost of the most expensive stage.
-
-    Args:
-        costs: of each block.
-        stages: the number of stages; each gets a block.
-        before: the cost of the first stage beside its blocks.
-        after: the cost of the last stage beside its blocks, such as the LM head.
-        sizes: bytes of each block: of divisions within 2 % of the least cost, the largest stage has the fewest bytes.
-        size_before: bytes of the first stage beside its blocks, such as the embedding.
-        size_after: bytes of the last stage beside its blocks.
-    """
+    """Return the number of blocks of each stage, with the least cost of the most expensive stage."""
+    # ``before`` and ``after`` are costs of the first and the last stage beside their blocks, such as the LM head. Of
+    # divisions within 2 % of the least cost, the largest stage has the fewest bytes.
     if stages > len(costs):
         raise OptionError(f"{stages} stages for {len(costs)} blocks: each stage needs a block; use fewer stages")
     cost = _of_stage(costs, stages, before, after)

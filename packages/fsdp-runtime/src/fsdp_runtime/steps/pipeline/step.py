@@ -228,20 +228,18 @@ def _require_decoder(setup: Setup) -> None:
         )
 
 
+#: The attribute with the width of an absent module's output.
+_WIDTHS = {"table": "embedding_dim", "linear": "out_features"}
+
+
 def _parts(model: nn.Module, staged: StagedModel) -> list[StagePart]:
     parts = [StagePart(staged, path, block=index) for index, path in enumerate(staged.blocks)]
     for path, where in staged.outer.items():
         module: Any = model.get_submodule(path)
         absent = staged.replaced[path]
-        parts.append(StagePart(staged, path, where=where, absent=absent, width=_width(module, absent)))
+        width = getattr(module, _WIDTHS.get(absent, ""), None)
+        parts.append(StagePart(staged, path, where=where, absent=absent, width=width if isinstance(width, int) else 0))
     return parts
-
-
-def _width(module: Any, absent: str) -> int:
-    for name in {"table": ("embedding_dim",), "linear": ("out_features",), "like": ()}[absent]:
-        if isinstance(width := getattr(module, name, None), int):
-            return width
-    return 0
 
 
 def _find_crossing_tensors(model: nn.Module, staged: StagedModel) -> None:
