@@ -237,6 +237,42 @@ def test_load_weights_reads_groups_of_scattered_columns(tmp_path: Path) -> None:
             assert error < 0.1 if steps and name == _NAMES[0] else error == 0
 
 
+def _with_groups(directory: Path, scheme: str, groups: Tensor) -> dict[str, Tensor]:
+    """Save a checkpoint with groups of columns beside its first weight."""
+    values, file = _checkpoint(directory, scheme), directory / "model.safetensors"
+    name = "0.0.0.g_idx" if "gptq" in scheme else "0.0.0.weight_g_idx"
+    save_file({**load_file(file), name: groups.int()}, file)
+    return values
+
+
+def _refusals_of_groups(directory: str) -> list[bool]:
+    """Load groups that the scales lack over ``tp``; nothing of the model changes."""
+    plan = {"0.0.0": ColwiseParallel(), "0.0.1": RowwiseParallel()}
+    model = parallelize(_model(), mesh_for({"tp": 2}), plan=plan)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for folder in sorted(Path(directory).iterdir()):
+        with pytest.raises(ConversionError, match=r"g_idx has groups \[.*\], and|qweight .* is of a scheme or layout"):
+            load_weights(model, folder)
+    return [torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+
+
+def test_load_weights_refuses_groups_of_columns_without_a_scale(tmp_path: Path, two_ranks: RankPool) -> None:
+    groups = torch.arange(256) // 64
+    cases = {"beyond": groups + 1, "negative": groups - 1, "short": groups[:200], "matrix": groups.view(2, 128)}
+    for case, wrong in cases.items():
+        _with_groups(tmp_path / f"gptq, {case}", "gptq", wrong)
+    _with_groups(tmp_path / "compressed", "compressed-tensors int4, zeros", groups + 1)
+    assert two_ranks.run(_refusals_of_groups, str(tmp_path)) == [[True, True]] * 2
+
+
+def test_load_weights_takes_columns_in_order_where_compressed_tensors_sets_no_groups(tmp_path: Path) -> None:
+    """compressed-tensors fills ``weight_g_idx`` with -1 before activations order the columns."""
+    values = _with_groups(tmp_path / "int4", "compressed-tensors int4, zeros", torch.full((256,), -1))
+    model = _model()
+    load_weights(model, tmp_path / "int4", strict=True)
+    assert all(torch.equal(loaded, values[name]) for name, loaded in model.state_dict().items())
+
+
 def _unpacked(words: Tensor) -> Tensor:
     return (words[:, None] >> torch.arange(8)[:, None] * 4 & 15).flatten(0, 1)
 
@@ -313,6 +349,13 @@ def test_load_weights_refuses_blocks_that_cross_stored_groups(scheme: str, group
             {
                 **_compressed_int4("0.0.1.weight", (192, 256), symmetric=True)[0],
                 "0.0.1.weight_scale": torch.ones(192, 3),
+            },
+            r"weight_packed \(192, 32\) I32 in .* not read",
+        ),
+        (
+            {
+                **_compressed_int4("0.0.1.weight", (192, 256), symmetric=True)[0],
+                "0.0.1.weight_shape": torch.tensor([192]),
             },
             r"weight_packed \(192, 32\) I32 in .* not read",
         ),

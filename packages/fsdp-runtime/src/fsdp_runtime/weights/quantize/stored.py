@@ -132,7 +132,7 @@ def read_stored_weights(checkpoint: HubCheckpoint) -> None:
 
 def _beside(name: str) -> Iterator[str]:
     """Yield the names of further stored tensors of a weight."""
-    yield from (f"{name.removesuffix('weight')}weight_format", f"{name}_shape", f"{name}{_BNB}nf4")
+    yield from (f"{name.removesuffix('weight')}weight_format", f"{name}_shape", f"{name}_g_idx", f"{name}{_BNB}nf4")
     yield from (f"{name}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map"))
 
 

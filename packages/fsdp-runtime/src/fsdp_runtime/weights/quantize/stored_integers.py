@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class IntegerWeight:
         codes, table = self.shape, (self.shape[0], self.groups)
         codes, table = codes[::-1] if self.columns_first else codes, table[::-1] if self.groups_first else table
         zeros = self.zeros.stored_shape(table) if isinstance(self.zeros, Words) else table
-        shapes = {self.words.name: self.words.stored_shape(codes), self.scales: table, self.parts[2]: zeros}
+        shapes: dict[str, tuple[int, ...]] = {self.words.name: self.words.stored_shape(codes), self.scales: table}
+        shapes |= {self.parts[2]: zeros, self.group_of_column: (self.shape[1],)}
         whole = bool(self.group_of_column) or self.shape[1] % self.groups == 0
         return whole and all(tensors[name].shape == shape for name, shape in shapes.items() if name in tensors)
 
@@ -156,7 +158,19 @@ def integer_weight(
         (inputs, _), (groups, outputs) = tensors[name].shape, tensors[f"{base}scales"].shape
         words, zeros = (Words(f"{base}{part}", 1, positions=_AWQ) for part in ("qweight", "qzeros"))
         weights = [IntegerWeight(words, f"{base}scales", zeros, (outputs, inputs), groups, True, True)]
-    return next(((f"{base}weight", weight) for weight in weights if weight.fits(tensors)), None)
+    weight = next((weight for weight in weights if weight.fits(tensors)), None)
+    if weight is not None and weight.group_of_column:
+        _require_scales(weight, checkpoint.read(weight.group_of_column))
+    return None if weight is None else (f"{base}weight", weight)
+
+
+def _require_scales(weight: IntegerWeight, groups: Tensor) -> None:
+    """Refuse columns of groups without a scale."""
+    if outside := sorted({*groups.tolist()} - {*range(weight.groups)}):
+        raise ConversionError(
+            f"{weight.group_of_column} has groups {outside[:8]}, and {weight.scales} has scales for groups 0 to "
+            f"{weight.groups - 1}: the checkpoint is damaged; download or quantize it again"
+        )
 
 
 def _gptq(
@@ -169,7 +183,7 @@ def _gptq(
             f"{base}qweight: checkpoint_format={version!r} in the quantization_config of config.json does not say "
             "whether stored zeros are one too low: write 'gptq' (AutoGPTQ; one too low) or 'gptq_v2'"
         )
-    (groups, outputs), (inputs,) = tensors[f"{base}scales"].shape, tensors[f"{base}g_idx"].shape
+    (groups, outputs), inputs = tensors[f"{base}scales"].shape, prod(tensors[f"{base}g_idx"].shape)
     weights = []
     for bits in (4, 8):
         words = Words(f"{base}qweight", 0, bits), Words(f"{base}qzeros", 1, bits, added=int(version == "gptq"))
@@ -182,7 +196,11 @@ def _compressed(checkpoint: HubCheckpoint, base: str) -> Iterator[IntegerWeight]
     """Yield the layouts of 4 and 8 bits, with words of zeros or without zeros."""
     names = (f"{base}weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape"))
     packed, scale, zero, index, shape = (name if name in checkpoint.tensors else "" for name in names)
+    if checkpoint.tensors[shape].shape != (2,):
+        return
     rows, columns = checkpoint.read(shape).tolist()
+    if index and -1 in checkpoint.read(index):  # the columns are in order
+        index = ""
     for bits in (4, 8):
         zeros = Words(zero, 0, bits) if zero else 1 << bits - 1
         groups = checkpoint.tensors[scale].shape[-1]
