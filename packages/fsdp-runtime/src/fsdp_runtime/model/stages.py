@@ -29,16 +29,6 @@ def stages_of(model: nn.Module) -> Any:
     return None
 
 
-def require_whole(model: nn.Module, call: str) -> None:
-    """Check that a model is not in pipeline stages, for a function that needs every block on every rank."""
-    for state in _recorded_states(model):
-        if state.stages is not None:
-            raise ModelError(
-                f"{call} does not support a model in pipeline stages (pp={state.stages.mesh.size()}): its ranks have "
-                "different blocks; use a mesh without pp"
-            )
-
-
 def recorded_meshes(model: nn.Module) -> Iterator[DeviceMesh]:
     """Yield the meshes that a model, or parts of a model, were parallelized on."""
     return (state.mesh for state in _recorded_states(model) if state.mesh is not None)
