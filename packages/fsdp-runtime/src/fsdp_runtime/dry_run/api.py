@@ -45,10 +45,9 @@ def estimate(
 ) -> Estimate:
     """Run one training step of a model on fake tensors, as one rank of a simulated mesh.
 
-    Parallelization, forward, loss, backward, gradient clipping and the optimizer step are the real code.  Tensors have
-    shapes and no data, and a fake process group (``torch.distributed``'s own, for tests) answers every collective at
-    once.  Of identical blocks only a few run, in two traces that differ by one period of blocks; the difference is
-    added for every other block.  ``exact=True`` traces all blocks.
+    The step is the real code.  Tensors have shapes and no data, and torch's fake process group answers collectives.
+    Of identical blocks only a few run, in two traces that differ by one period of blocks; the difference is added for
+    every other block.
 
     Args:
         model: a ``config.json``, a directory with one, a Hugging Face config, or a function without arguments that
@@ -76,11 +75,8 @@ def estimate(
             ``"adamw_cpu_offload"``, ``"adamw_8bit"`` and ``"adamw_bf16"``; or ``"none"``.
         logprobs: the loss, the mean of token log-probabilities: ``"logits"`` (default) by
             ``rl_logprobs.token_logprobs``, ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states;
-            the loss of other code, ``"transformers"``, ``"cross-entropy"`` (of logits in their own dtype),
-            ``"compiled"`` (no float32 copies are written), ``"torchtitan"`` (loss parallel), ``"chunked:8"`` (tokens
-            in 8 parts), ``"chunked-float32:256"`` (tokens of a part), ``"chunked-vocabulary:2048"`` (rows of the
-            vocabulary) or ``"fused-linear"``; or a function (or its dotted path) that is called as
-            ``function(model, inputs)`` and returns the loss (all of it counts as forward).
+            or a function (or its dotted path) that is called as ``function(model, inputs)`` and returns the loss;
+            all of it counts as forward.
         clip: clip the gradient norm by ``rl_logprobs.clip_grad_norm_``, if that package is installed; ``True`` by
             default.
         assume_gradients: count gradients and optimizer state of trainable parameters that the step does not reach,

@@ -44,10 +44,9 @@ def sweep(
 ) -> Sweep:
     """Estimate every mesh of ``world_size`` ranks, with and without sequence parallelism and checkpointing; rank them.
 
-    Fitting candidates come first.  With bandwidths, or the speed of a device, candidates are ordered by seconds per
-    token: the traffic's lower bound plus the operations (recomputed ones included) at that speed, without overlap.
-    Otherwise they are ordered by device memory, then by bytes sent per token.  Each dry run uses a process of a pool; a
-    script that calls this function needs the usual ``if __name__ == "__main__"``.
+    Fitting candidates come first.  With bandwidths, or the speed of a device, the order is by seconds per token without
+    overlap, else by device memory, then by bytes sent per token.  Each dry run uses a process of a pool; a script that
+    calls this function needs the usual ``if __name__ == "__main__"``.
 
     Args:
         model: a ``config.json``, a directory with one, a Hugging Face config, or a function without arguments that
