@@ -21,13 +21,9 @@ It takes the same arguments, by keyword, ``mesh`` and ``parallelize_kwargs``; se
 def on_mesh(trainer_class: type) -> Any:
     """Return the class of a transformers or TRL trainer, or of a subclass, for training on a mesh.
 
-    Its instances take the model, the arguments of ``trainer_class`` by keyword, and
-
-    - ``mesh``: the ``DeviceMesh``.  Batches are divided over its ``dp``; ``tp`` and ``cp`` ranks get the same batches.
-    - ``parallelize_kwargs``: keywords of ``parallelize``, for models that are not sharded yet.  A sharded model has
-      its own.
-
-    Losses, gradient norms and weights are the same as with the trainer of one process and the same samples a step.
+    Its instances take the arguments of ``trainer_class`` by keyword, and ``mesh`` and ``parallelize_kwargs`` of
+    :class:`MeshTrainerMixin`.  Losses, gradient norms and weights are the same as with the trainer of one process and
+    the same samples a step.
 
     Args:
         trainer_class: a class that derives from ``transformers.Trainer``.

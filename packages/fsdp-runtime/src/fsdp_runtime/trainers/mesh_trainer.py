@@ -42,17 +42,11 @@ logger = logging.getLogger(__name__)
 class MeshTrainerMixin(LogStepValues):
     """Let a trainer derived from ``transformers.Trainer`` train a model that ``parallelize`` has sharded.
 
-    Put it before the trainer's class: ``class MyTrainer(MeshTrainerMixin, TheirTrainer)``.  Its changes:
-
-    - Ranks that differ only in ``tp`` or ``cp`` get the same batches; batches are divided over ``dp``.
-    - accelerate neither wraps the model nor moves it.
-    - The loss with ``labels`` is computed from logits that are sharded on the vocabulary; label smoothing gathers
-      them.
-    - The norm of the gradients, and clipping by it, count every shard once.
-    - ``save_model`` writes files for ``from_pretrained``; checkpoints resume on this mesh or another.
-    - Logged steps come with the values of a ``StepMeter``, but in pipeline stages.
-    - In pipeline stages one schedule runs the micro-batches of an optimizer step.  transformers' trainer and TRL's
-      SFT trainer take such meshes.
+    Put it before the trainer's class: ``class MyTrainer(MeshTrainerMixin, TheirTrainer)``.  Batches are divided over
+    ``dp``; ranks that differ only in ``tp`` or ``cp`` get the same batches.  ``save_model`` writes files for
+    ``from_pretrained``; checkpoints resume on this mesh or another.  Logged steps come with the values of a
+    ``StepMeter``, but in pipeline stages.  There one schedule runs the micro-batches of an optimizer step;
+    transformers' trainer and TRL's SFT trainer take such meshes.
 
     Args:
         model: a model after ``parallelize`` and ``load_weights``; or an unsharded model with its weights,
