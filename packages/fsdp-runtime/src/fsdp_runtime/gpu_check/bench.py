@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_runtime.dry_run.report.recipe import markdown_table
 from fsdp_runtime.gpu_check.bench_attention import attention_contenders, exact_attention
 from fsdp_runtime.gpu_check.bench_peers import Contender, head_contenders, logit_contenders, norm_contenders
 from fsdp_runtime.gpu_check.check_result import CheckResult
@@ -268,28 +269,24 @@ def bench(device: torch.device, output: Path, sizes: Sizes | None = None, budget
     return rows
 
 
+_HEADER = ("what", "shape", "forward ms", "both ms", "of the ceiling", "host ms", "MiB", "error", "")
+
+
 def page(rows: Sequence[Row], facts: Sequence[CheckResult]) -> str:
     """Return the Markdown page of some rows on a machine."""
     lines = ["# Times on this machine", ""]
     lines += [f"- {fact.what}: {fact.figure}" for fact in facts]
     for section in dict.fromkeys(row.section for row in rows):
-        lines += [
-            "",
-            f"## {section}",
-            "",
-            "| what | shape | forward ms | both ms | of the ceiling | host ms | MiB | error | |",
-        ]
-        lines.append("|---|---|---|---|---|---|---|---|---|")
-        for row in rows:
-            if row.section == section:
-                rates = " / ".join(f"{rate:.2f}" for rate in (row.forward_rate, row.both_rate) if rate is not None)
-                numbers = [_number(value) for value in (row.forward_ms, row.both_ms)]
-                rest = [_number(row.host_ms), "" if row.peak_mib is None else f"{row.peak_mib:.0f}"]
-                error = "" if row.error is None else f"{row.error:.1e}"
-                note = row.note.replace("|", "\\|").replace("\n", " ")
-                lines.append(f"| {' | '.join([row.what, row.shape, *numbers, rates, *rest, error, note])} |")
+        cells = [_cells(row) for row in rows if row.section == section]
+        lines += ["", f"## {section}", "", *markdown_table([_HEADER, *cells], left=2)]
     return "\n".join(lines) + "\n"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+def _cells(row: Row) -> list[str]:
+    rates = " / ".join(f"{rate:.2f}" for rate in (row.forward_rate, row.both_rate) if rate is not None)
+    forward_ms, both_ms, host_ms = (
+        "" if value is None else f"{value:.3g}" for value in (row.forward_ms, row.both_ms, row.host_ms)
+    )
+    peak = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
+    error = "" if row.error is None else f"{row.error:.1e}"
+    return [row.what, row.shape, forward_ms, both_ms, rates, host_ms, peak, error, row.note]

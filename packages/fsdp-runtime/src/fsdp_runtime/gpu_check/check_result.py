@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp_runtime.dry_run.report.recipe import markdown_table
+
 #: The meaning of a section's figures on the page.
 MEANINGS = {
     "Parity": "Loss and gradients of one step: the largest difference from one process, or from documents alone.",
@@ -47,22 +49,15 @@ def markdown(findings: Sequence[CheckResult], seconds: float | None = None) -> s
     lines = ["# fsdp-runtime on this machine", "", verdict(findings) + took, ""]
     lines += [f"- **failed**: {f.section}: {f.what}: {f.figure}, {f.bound}" for f in findings if f.state == "failed"]
     lines += [""] if len(lines) > 4 else []
-    lines += ["| section | passed | failed | measured | not run |", "|---|---:|---:|---:|---:|"]
+    states = ("passed", "failed", "measured", "not run")
+    totals, tables = [("section", *states)], list[str]()
     for section in dict.fromkeys(finding.section for finding in findings):
-        states = [finding.state for finding in findings if finding.section == section]
-        counts = (str(states.count(state)) for state in ("passed", "failed", "measured", "not run"))
-        lines.append(f"| {section} | {' | '.join(counts)} |")
-    lines.append("")
-    for section in dict.fromkeys(finding.section for finding in findings):
-        lines += [f"## {section}", "", MEANINGS.get(section, ""), ""]
-        lines += ["| what | found | bound | |", "|---|---|---|---|"]
-        for finding in findings:
-            if finding.section == section:
-                state = "" if finding.state == "measured" else finding.state
-                cells = (finding.what, finding.figure, finding.bound, state)
-                lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
+        within_section = [finding for finding in findings if finding.section == section]
+        totals.append((section, *(str([f.state for f in within_section].count(state)) for state in states)))
+        cells = ((f.what, f.figure, f.bound, f.state.replace("measured", "")) for f in within_section)
+        table = markdown_table([("what", "found", "bound", ""), *cells], left=4)
+        tables += [f"## {section}", "", MEANINGS.get(section, ""), "", *table, ""]
+    return "\n".join([*lines, *markdown_table(totals, left=1), "", *tables])
 
 
 def verdict(findings: Sequence[CheckResult]) -> str:

@@ -83,15 +83,18 @@ def markdown_lines(sections: Iterable[Section]) -> Iterator[str]:
     for section in sections:
         yield from (f"## {section.heading}", "")
         if section.rows:
-            header, *rows = section.rows
-            rules = ["---" if column < section.left else "---:" for column in range(len(header))]
-            for row in (header, rules, *rows):
-                yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
-            yield ""
+            yield from (*markdown_table(section.rows, left=section.left), "")
         if section.code:
             yield from ("```python", *section.lines, "```", "")
         elif section.lines:
             yield from (*(f"- {line}" for line in section.lines), "")
+
+
+def markdown_table(rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:
+    """Yield the lines of a table, its header first; columns from ``left`` on are right-aligned."""
+    rules = ["---" if column < left else "---:" for column in range(len(rows[0]))]
+    for row in (rows[0], rules, *rows[1:]):
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in row)} |"
 
 
 _HEADER = ["mesh", "fits", "device memory", "time / 1M tokens", "sent per step by axis"]
