@@ -39,13 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not output.parent.is_dir():
         print(f"gpu_check: --output {output}: {output.parent} is no directory", file=sys.stderr)
         return 2
-    if options.bench:
-        return _bench(device, output)
     try:
-        chosen = worlds(device, options.max_ranks)
+        chosen = worlds(device, 1 if options.bench else options.max_ranks)
     except OptionError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
+    if options.bench:
+        bench(chosen[0].device(0), output)
+        print(f"{output.read_text(encoding='utf-8')}\nReport: {output}, {output.with_suffix('.json')}")
+        return 0
     groups = [(world, chosen_checks(checks, world, options.only)) for world in chosen for checks in checks_of(world)]
     if not any(checks for _, checks in groups):
         print(f"gpu_check: no check for --only {options.only!r}, --max-ranks {options.max_ranks}", file=sys.stderr)
@@ -103,17 +105,6 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--bench", action="store_true", help="time one device beside other packages, five minutes")
     command.add_argument("--output", type=Path, help="the report (default: gpu-check.md, or gpu-bench.md and .json)")
     return command
-
-
-def _bench(device: str, output: Path) -> int:
-    try:
-        worlds(device, 1)
-    except OptionError as error:
-        print(f"gpu_check: {error}", file=sys.stderr)
-        return 2
-    bench(torch.device(device, 0) if device != "cpu" else torch.device("cpu"), output)
-    print(f"{output.read_text(encoding='utf-8')}\nReport: {output}, {output.with_suffix('.json')}")
-    return 0
 
 
 def _run(groups: Sequence[tuple[World, list[Check]]], deadline: float) -> list[CheckResult]:
