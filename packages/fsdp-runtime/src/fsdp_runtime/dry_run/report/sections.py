@@ -197,20 +197,12 @@ def assumption_line(item: Assumption) -> str:
     return f"{item.module or 'the model'}: {item.assumption}{operator}{missing}"
 
 
+_PER_TOKEN = ["sent / 1M tokens", "time / 1M tokens", "FLOP / token"]
+_RANKED = ["", "mesh", "SP", "checkpointing", "fits", "device memory", *_PER_TOKEN]
+
+
 def _ranking(candidates: Sequence[Candidate]) -> list[list[str]]:
-    rows = [
-        [
-            "",
-            "mesh",
-            "SP",
-            "checkpointing",
-            "fits",
-            "device memory",
-            "sent / 1M tokens",
-            "time / 1M tokens",
-            "FLOP / token",
-        ]
-    ]
+    rows = [_RANKED]
     for position, candidate in enumerate(candidates, start=1):
         estimate = candidate.estimate
         if estimate is None:
