@@ -24,13 +24,9 @@ class AttentionHeads:
 
 @dataclass(frozen=True, eq=False)
 class ModelStructure:
-    """The parts of a model, found by structure; the result of :func:`inspect_model`.
+    """The parts of a model, found by structure; the result of :func:`inspect_model`."""
 
-    Args:
-        tree: the model's modules and parameters by path.
-    """
-
-    tree: ModelTree
+    tree: ModelTree  # the model's modules and parameters by path
 
     @cached_property
     def blocks(self) -> Mapping[str, nn.Module]:

@@ -67,17 +67,11 @@ _READ_THROUGH = 2**24
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """Metadata of a weight, enough for a file or a receiver to allocate the weight.
+    """Metadata of a weight, enough for a file or a receiver to allocate the weight."""
 
-    Args:
-        name: the weight's name.
-        dtype: the weight's dtype.
-        shape: the weight's full shape.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    name: str  # the weight's name
+    dtype: torch.dtype  # the weight's dtype
+    shape: tuple[int, ...]  # the weight's full shape
 
     @property
     def nbytes(self) -> int:

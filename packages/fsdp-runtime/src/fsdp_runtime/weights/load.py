@@ -28,18 +28,13 @@ from fsdp_runtime.weights.stored_source import StoredSource, require_equal_ties
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of :func:`load_weights` on one rank.
+    """Result of :func:`load_weights` on one rank."""
 
-    Args:
-        tensors: number of the model's tensors that all ranks loaded, tied tensors counted once.
-        bytes_read: bytes of tensors that this rank read from the files; if several ranks of a host read a byte, it
-            comes from the page cache.
-        unexpected: names in the checkpoint that the model lacks.
-    """
-
-    tensors: int
+    tensors: int  # number of the model's tensors that all ranks loaded, tied tensors counted once
+    # bytes of tensors that this rank read from the files; if several ranks of a host read a byte, it comes from the
+    # page cache
     bytes_read: int
-    unexpected: tuple[str, ...]
+    unexpected: tuple[str, ...]  # names in the checkpoint that the model lacks
 
 
 def load_weights(

@@ -36,13 +36,9 @@ from fsdp_runtime.weights.stream import ExportedModel, WeightExport, started_ahe
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Result of :func:`save_weights` on one rank.
+    """Result of :func:`save_weights` on one rank."""
 
-    Args:
-        bytes_written: bytes of tensors that this rank wrote.
-    """
-
-    bytes_written: int = 0
+    bytes_written: int = 0  # bytes of tensors that this rank wrote
 
 
 @dataclass(frozen=True)
