@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_runtime import unsharded
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.dry_run.losses import Forward, resolve_loss
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
 from fsdp_runtime.dry_run.step import Prepared, StepConfig, prepared
 from fsdp_runtime.dry_run.trace.costs import Cost, costs_of, plus
 from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown
-from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.parallelism import Parallelism
 from fsdp_runtime.steps import Pipeline
 from fsdp_runtime.steps.pipeline.parts import StagedModel
