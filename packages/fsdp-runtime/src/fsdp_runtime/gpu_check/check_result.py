@@ -50,10 +50,10 @@ def markdown(findings: Sequence[CheckResult], seconds: float | None = None) -> s
     lines += [f"- **failed**: {f.section}: {f.what}: {f.figure}, {f.bound}" for f in findings if f.state == "failed"]
     lines += [""] if len(lines) > 4 else []
     states = ("passed", "failed", "measured", "not run")
-    totals, tables = [("section", *states)], list[str]()
+    totals, tables = [["section", *states]], list[str]()
     for section in dict.fromkeys(finding.section for finding in findings):
         within_section = [finding for finding in findings if finding.section == section]
-        totals.append((section, *(str([f.state for f in within_section].count(state)) for state in states)))
+        totals.append([section, *(str(sum(f.state == state for f in within_section)) for state in states)])
         cells = ((f.what, f.figure, f.bound, f.state.replace("measured", "")) for f in within_section)
         table = markdown_table([("what", "found", "bound", ""), *cells], left=4)
         tables += [f"## {section}", "", MEANINGS.get(section, ""), "", *table, ""]
