@@ -12,7 +12,7 @@ from torch import nn
 
 from coverage.multimodal import multimodal_model
 from coverage.multimodal_inputs import multimodal_inputs
-from fsdp_runtime import MeshSpec, parallelize, save_weights
+from fsdp_runtime import MeshSpec, offload, parallelize, save_weights
 from fsdp_runtime.meters import ModelFlops
 from fsdp_runtime.steps.pipeline.schedule import forward_only
 from fsdp_runtime.steps.pipeline.step import Pipeline
@@ -46,6 +46,13 @@ def _own_tokens(model: Any, directory: str) -> None:
     forward_only(model, [{"input_ids": ids}] * 4)
 
 
+def _offloaded(model: Any, directory: str) -> None:
+    batches = [{"input_ids": torch.arange(6).view(1, 6)}] * 4
+    forward_only(model, batches)
+    offload(model, device="cpu")
+    forward_only(model, batches)
+
+
 def _with_a_parameter(model: Any, directory: str) -> None:
     model.scale = nn.Parameter(torch.ones(()))
     save_weights(model, directory)
@@ -62,6 +69,7 @@ CASES: Provocations = {
         "ModelError: when parallelize divided the model": _staged(lambda m, d: save_weights(m.to(torch.bfloat16), d)),
         "ModelError: 1 tensors were added": _staged(_with_a_parameter),
     },
+    "fsdp_runtime/model/state.py": {"ModelError: are offloaded to host memory": _staged(_offloaded)},
     "fsdp_runtime/steps/guards/check_inputs.py": {
         "LayoutError: of one pp group were given different inputs": _staged(_own_tokens)
     },

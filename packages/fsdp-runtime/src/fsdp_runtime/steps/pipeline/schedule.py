@@ -21,6 +21,7 @@ from fsdp_runtime._torch_compat.pipelining import merged_parameter_groups
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.memory.unshard import unsharded
+from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import RUNTIME_STATE
 from fsdp_runtime.steps.pipeline.media import require_media_on_first_stage
 from fsdp_runtime.steps.pipeline.parts import StagedModel
@@ -318,6 +319,7 @@ def _staged(model: nn.Module, micro_batches: Sequence[MicroBatch], *, any_number
                     f"micro-batch {index} has {name}, which one stage cannot serve for all blocks: leave it out, or "
                     "use a mesh without pp"
                 )
+    state_entries(model)  # raises where parameters are offloaded, on all stages
     require_media_on_first_stage(model, staged, micro_batches)
     return staged
 
