@@ -324,6 +324,44 @@ def test_load_weights_quantizes_codes_of_another_format(tmp_path: Path) -> None:
         assert 0 < (loaded - values[name]).norm() / values[name].norm() < 0.1
 
 
+_STATE = f"{_NAMES[0]}.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "damaged"),
+    [
+        ("gptq", "{not json"),
+        ("gptq", '{"quantization_config": "gptq"}'),
+        ("fp8 blocks", '{"quantization_config": {"weight_block_size": [128]}}'),
+        ("fp8 blocks", '{"quantization_config": {"weight_block_size": [0, 0]}}'),
+        ("bitsandbytes nf4", {_STATE: torch.tensor([123], dtype=torch.uint8)}),
+        ("bitsandbytes nf4", {f"{_NAMES[0]}.absmax": None}),
+        ("bitsandbytes nf4", {f"{_NAMES[0]}.absmax": torch.ones(7)}),
+        ("bitsandbytes nf4", {_NAMES[0]: torch.zeros(9, 1, dtype=torch.uint8)}),
+        ("bitsandbytes nf4, nested", {f"{_NAMES[0]}.nested_quant_map": torch.ones(3)}),
+        ("bitsandbytes nf4, nested", {f"{_NAMES[0]}.nested_absmax": torch.ones(1)}),
+        ("bitsandbytes int8", {"0.0.0.SCB": torch.ones(3)}),
+        ("compressed-tensors int8, zeros", {f"{_NAMES[0]}_zero_point": torch.ones(3, 1, dtype=torch.int8)}),
+        ("compressed-tensors int4", {f"{_NAMES[0]}_scale": torch.ones(192, 0)}),
+        ("awq", {"0.0.0.scales": torch.ones(0, 192)}),
+        ("torchao int4", {"0.0.0._weight_scale": torch.ones(0, 192)}),
+    ],
+)
+def test_load_weights_refuses_damaged_scales_and_configs_first(scheme: str, damaged: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    _checkpoint(folder, scheme)
+    if isinstance(damaged, str):
+        (folder / "config.json").write_text(damaged)
+    else:
+        tensors = {**load_file(folder / "model.safetensors"), **damaged}
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, folder / "model.safetensors")
+    model = _model().to("meta")
+    with pytest.raises(ConversionError, match="quantize the checkpoint again"):
+        load_weights(model, folder)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(("scheme", "group"), [("awq", 64), ("fp8 blocks", 128), ("bitsandbytes nf4", 64)])
 def test_load_weights_refuses_blocks_that_cross_stored_groups(scheme: str, group: int, tmp_path: Path) -> None:
     _checkpoint(tmp_path / scheme, scheme)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -137,30 +138,57 @@ def _beside(name: str) -> Iterator[str]:
 
 
 def _found(checkpoint: HubCheckpoint) -> Iterator[tuple[str, StoredWeight | IntegerWeight]]:
-    tensors, settings = checkpoint.tensors, cache(partial(_settings, checkpoint.folder))
-    for name, tensor in tensors.items():
-        base = name.removesuffix("weight")
-        if (weight := integer_weight(checkpoint, name, settings) or _torchao(checkpoint, name)) is not None:
-            yield weight
-        elif unknown := next((end for end in _UNKNOWN if name.endswith(end)), None):
+    settings = cache(partial(_settings, checkpoint.folder))
+    for name, tensor in checkpoint.tensors.items():
+        try:
+            weight = _weight(checkpoint, name, settings)
+        except (KeyError, ValueError, TypeError, IndexError, ZeroDivisionError, AttributeError) as error:
             raise ConversionError(
-                f"{name} {tensor.shape} {tensor.dtype} in {tensor.file} is of a scheme or layout that is not read "
-                f"({unknown}): bitsandbytes nf4 and int8, FP8, MXFP4, int8, and int4 of GPTQ, AWQ (gemm), "
-                "compressed-tensors and torchao (plain) are; take one of these checkpoints, or dequantize it first"
-            )
-        elif name.endswith("_blocks") and (scales := f"{name.removesuffix('_blocks')}_scales") in tensors:
-            shape = (*tensor.shape[:-2], tensor.shape[-2] * 32)
-            yield name.removesuffix("_blocks"), StoredWeight("mxfp4", name, scales, shape, (1, 32), transposed=True)
-        elif f"{name}{_BNB}nf4" in tensors:
-            yield name, _bitsandbytes(checkpoint, name)
-        elif tensor.dtype == "I8" and f"{base}SCB" in tensors:
-            yield name, StoredWeight("int8", name, f"{base}SCB", tensor.shape, (1, tensor.shape[1]), divisor=127.0)
-        elif kind := _KINDS.get(tensor.dtype):
-            scales = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in tensors), "")
-            if scales and len(tensor.shape) == 2:
-                cell = _cell(settings, name, tensor, tensors[scales])
-                zeros = f"{name}_zero_point" if f"{name}_zero_point" in tensors else ""
-                yield name, StoredWeight(kind, name, scales, tensor.shape, cell, zeros=zeros)
+                f"{name} {tensor.shape} {tensor.dtype} in {tensor.file} does not fit its scales or the "
+                f"quantization_config of config.json ({error!r}): download or quantize the checkpoint again"
+            ) from error
+        if weight is not None:
+            yield weight
+
+
+def _weight(
+    checkpoint: HubCheckpoint, name: str, settings: Callable[[], Mapping[str, Any]]
+) -> tuple[str, StoredWeight | IntegerWeight] | None:
+    """Return a weight with its name if ``name`` has its codes."""
+    tensors, tensor, base = checkpoint.tensors, checkpoint.tensors[name], name.removesuffix("weight")
+    if (weight := integer_weight(checkpoint, name, settings) or _torchao(checkpoint, name)) is not None:
+        return weight
+    if unknown := next((end for end in _UNKNOWN if name.endswith(end)), None):
+        raise ConversionError(
+            f"{name} {tensor.shape} {tensor.dtype} in {tensor.file} is of a scheme or layout that is not read "
+            f"({unknown}): bitsandbytes nf4 and int8, FP8, MXFP4, int8, and int4 of GPTQ, AWQ (gemm), "
+            "compressed-tensors and torchao (plain) are; take one of these checkpoints, or dequantize it first"
+        )
+    if name.endswith("_blocks") and (scales := f"{name.removesuffix('_blocks')}_scales") in tensors:
+        shape = (*tensor.shape[:-2], tensor.shape[-2] * 32)
+        return name.removesuffix("_blocks"), StoredWeight("mxfp4", name, scales, shape, (1, 32), transposed=True)
+    if f"{name}{_BNB}nf4" in tensors:
+        return name, _bitsandbytes(checkpoint, name)
+    if tensor.dtype == "I8" and f"{base}SCB" in tensors:
+        _require_elements(tensors, f"{base}SCB", tensor.shape[0])
+        return name, StoredWeight("int8", name, f"{base}SCB", tensor.shape, (1, tensor.shape[1]), divisor=127.0)
+    scales = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in tensors), "")
+    if (kind := _KINDS.get(tensor.dtype)) and scales and len(tensor.shape) == 2:
+        cell = _cell(settings, name, tensor, tensors[scales])
+        zeros = f"{name}_zero_point" if f"{name}_zero_point" in tensors else ""
+        if zeros:
+            _require_elements(tensors, zeros, prod(tensors[scales].shape))
+        return name, StoredWeight(kind, name, scales, tensor.shape, cell, zeros=zeros)
+    return None
+
+
+def _require_elements(tensors: Mapping[str, HubTensor], name: str, count: int) -> None:
+    """Refuse a part of a weight with another number of elements."""
+    if prod(tensors[name].shape) != count:
+        raise ConversionError(
+            f"{name} in {tensors[name].file} has shape {tensors[name].shape}, and its weight needs {count} elements: "
+            "download or quantize the checkpoint again"
+        )
 
 
 def _torchao(checkpoint: HubCheckpoint, name: str) -> tuple[str, StoredWeight | IntegerWeight] | None:
@@ -216,4 +244,10 @@ def _bitsandbytes(checkpoint: HubCheckpoint, name: str) -> StoredWeight:
             f"{name} of shape {shape} has nf4 blocks of {block} that cross its rows, or other levels than nf4: "
             "dequantize the checkpoint first"
         )
+    blocks = prod(shape) // block
+    _require_elements(checkpoint.tensors, name, prod(shape) // 2)
+    _require_elements(checkpoint.tensors, f"{name}.absmax", blocks)
+    if "nested_blocksize" in state:
+        _require_elements(checkpoint.tensors, f"{name}.nested_absmax", -(-blocks // state["nested_blocksize"]))
+        _require_elements(checkpoint.tensors, f"{name}.nested_quant_map", 256)
     return StoredWeight("nf4", name, f"{name}.absmax", shape, (1, block), state=state)

@@ -198,7 +198,7 @@ def _compressed(checkpoint: HubCheckpoint, base: str) -> Iterator[IntegerWeight]
     packed, scale, zero, index, shape = (name if name in checkpoint.tensors else "" for name in names)
     if checkpoint.tensors[shape].shape != (2,):
         return
-    rows, columns = checkpoint.read(shape).tolist()
+    rows, columns = checkpoint.read(shape).long().tolist()
     if index and -1 in checkpoint.read(index):  # the columns are in order
         index = ""
     for bits in (4, 8):
