@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, JetMoeConfig, LlamaConfig, MixtralConfig
 
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps.pipeline.balance import balanced
@@ -51,3 +51,8 @@ def test_balanced_weighs_dense_blocks_before_a_mixture_by_their_work() -> None:
     dense = {"first_k_dense_replace": 6, "intermediate_size": 512, "n_group": 1, "topk_group": 1}
     counts = _counts(DeepseekV3Config(**SIZES | experts | latent | dense), 2)
     assert counts[0] < 6  # a dense block multiplies more than three experts
+
+
+def test_balanced_counts_all_experts_of_a_mixture_with_unknown_routers() -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "num_attention_heads"}
+    assert _counts(JetMoeConfig(**sizes, kv_channels=16, num_local_experts=4, num_experts_per_tok=1), 3) == (4, 4, 4)

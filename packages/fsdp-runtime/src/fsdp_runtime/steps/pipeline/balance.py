@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.pipeline.split import split_blocks
 from fsdp_runtime.steps.routing.routers import routers_of
@@ -41,7 +42,10 @@ def _flops(module: nn.Module, path: str, shares: dict[str, float]) -> float:
 
 def _expert_shares(structure: ModelStructure) -> dict[str, float]:
     """Return the part of the experts that a token uses, by the prefix of their parameters."""
-    routers = [router for router in routers_of(structure).by_path.values() if router.top_k]
+    try:
+        routers = [router for router in routers_of(structure).by_path.values() if router.top_k]
+    except ModelError:  # a mixture of unknown form, such as JetMoE's attention: all of its experts are counted
+        return {}
     return {
         f"{router.path.rpartition('.')[0]}.experts.".removeprefix("."): (router.top_k or 1) / router.experts
         for router in routers
