@@ -80,6 +80,21 @@ def tokenizer() -> Any:
     )
 
 
+def with_low_rank_adapters(folder: Path) -> Any:
+    """Return a checkpoint's model with adapters that change its outputs."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return adapted
+
+
 def adapted_as_on_a_mesh(model: Any, config: Any, **options: Any) -> Any:
     """In the place of peft's ``get_peft_model`` in one process: factors as a trainer on a mesh draws a path's."""
     import peft

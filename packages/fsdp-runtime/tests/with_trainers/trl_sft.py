@@ -29,6 +29,7 @@ from harness.trainers import (
     model_on,
     tokenizer,
     train,
+    with_low_rank_adapters,
     write_checkpoint,
 )
 
@@ -124,13 +125,7 @@ def test_packed_rows_divided_over_ranks_give_the_figures_of_one_process(
 def _adapted(folder: Path, output: Path, axes: dict[str, int] | None) -> Outcome:
     """A run with low-rank adapters; what is left of them is merged in the outcome's weights."""
     forget_accelerate()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    torch.manual_seed(0)
-    wrapped: Any = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
+    wrapped = with_low_rank_adapters(folder)
     mesh = None if axes is None else mesh_for(axes)
     if mesh is not None:
         parallelize(wrapped, mesh)
