@@ -254,7 +254,7 @@ CONTENDERS: dict[str, Contender] = {
     "packed": ("plain", partial(ours, llama, axes={"dp_shard": 1}, packed_sequences=True), "packed"),
     "cp": ("plain", partial(ours, llama, axes={"cp": 2}), ""),
     "compiled": ("compiled", partial(compiled, llama, ranks=2), ""),
-    "tp by hand, compiled": ("compiled", partial(compiled, by_hand, tp=2), ""),
+    # "tp by hand" does not compile: the backward of torch 2.13 raises in NestedRedistribute.
     "tp, compiled": ("compiled", partial(compiled, ours, axes={"tp": 2}), ""),
     "sp, collectives alone, compiled": ("compiled", partial(compiled, collectives_alone, ranks=2), ""),
     "sp by hand, compiled": ("compiled", partial(compiled, by_hand, tp=2, sequence_parallel=True), ""),
