@@ -7,12 +7,15 @@ that the numbers of bytes are exact and no time is measured.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import get_args
 
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "integration_tests"))
 from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data, fake_world
 from fsdp_runtime.mesh.collectives import min_bytes_sent
