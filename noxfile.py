@@ -179,7 +179,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every package's tests and the integration tests on the pinned torch, without the slow combinations."""
     install_editable(session, "test")
-    compile_kernels(session)
+    compile_kernels(session, f"--output={REPORTS / 'kernels.md'}")
     session.run("pytest", *PARALLEL, "--junitxml=reports/all.xml", *session.posargs, env=ONE_THREAD)
 
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -319,17 +320,23 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every variant; else those of calls that train a policy")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--targets", nargs="+", default=list(DEVICES), choices=list(DEVICES))
+    parser.add_argument("--output", type=Path, help="write the table to this file instead")
     arguments = parser.parse_args()
     choose = all_variants if arguments.all else training_variants
     variants = [variant for name in arguments.dtypes for variant in choose(getattr(torch, name))]
     trained = {f"| {variant} |" for variant in training_variants(torch.bfloat16)}
-    found = []
-    for number, line in enumerate(table(variants, arguments.targets)):
-        print(line, flush=True)
-        if number > 1 and line.startswith(tuple(trained)) and _spills(line):
-            found.append(line)
-    print(*(f"spills: {line}" for line in found), sep="\n", end="")
-    return 1 if found else 0
+    lines = []
+    for line in table(variants, arguments.targets):
+        if arguments.output is None:
+            print(line, flush=True)
+        lines.append(line)
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text("\n".join([*lines, ""]))
+        print(f"registers of {len(lines) - 2} kernels: {arguments.output}")
+    spilling = [line for line in lines[2:] if line.startswith(tuple(trained)) and _spills(line)]
+    print(*(f"spills: {line}" for line in spilling), sep="\n", end="")
+    return 1 if spilling else 0
 
 
 if __name__ == "__main__":
