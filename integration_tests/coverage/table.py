@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from coverage.extras import EXTRAS, WIDE_EXTRAS
@@ -85,6 +88,13 @@ def entries() -> dict[str, Entry]:
 def coverage_entries() -> dict[str, Entry]:
     """Every row of the coverage page by its name: with a plan, or with one that has to be inferred."""
     return entries() | {entry.name: entry for entry in unplanned_causal_models()}
+
+
+def row_or_skip(name: str) -> Entry:
+    """Return a row of the coverage page; skip the test on a transformers before 5.24 that lacks the row."""
+    if name not in coverage_entries() and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return coverage_entries()[name]
 
 
 def planned_causal_models() -> list[Entry]:

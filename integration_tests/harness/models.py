@@ -118,7 +118,8 @@ def _built(architecture: str, dtype: torch.dtype, seed: int, options: dict[str, 
     torch.manual_seed(seed)
     model_class: Any = getattr(transformers, architecture)
     experts = options.pop("experts", "eager")
-    mixture = {"experts_implementation": experts} if model_class._can_set_experts_implementation() else {}
+    chooses_experts = getattr(model_class, "_can_set_experts_implementation", lambda: False)()  # not in 4.57
+    mixture = {"experts_implementation": experts} if chooses_experts else {}
     model: nn.Module = model_class._from_config(tiny_config(architecture, **options), **mixture)
     model.eval()  # no dropout; gradients flow as in training
     model.to(dtype)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coverage.table import coverage_entries, tiny_model
+from coverage.table import coverage_entries, row_or_skip, tiny_model
 from fsdp_runtime import MeshSpec, load_weights, parallelize, save_weights, stream_weights
 from fsdp_runtime.steps import MultiTokenHeads
 from fsdp_runtime.weights import multi_token_weights
@@ -116,7 +116,7 @@ def test_save_of_a_shallower_model_leaves_deeper_blocks_out(tmp_path: Path) -> N
 
 def _trained(name: str, source: Path, target: Path, axes: dict[str, int]) -> tuple[dict[str, Tensor], int]:
     """Load trained heads on a mesh, save and stream them; the streamed tensors, and the number of copied ones."""
-    model = tiny_model(coverage_entries()[name])
+    model = tiny_model(row_or_skip(name))
     MultiTokenHeads(model)
     parallelize(model, mesh_for(axes))
     load_weights(model, source)
@@ -136,7 +136,7 @@ def _trained(name: str, source: Path, target: Path, axes: dict[str, int]) -> tup
 def test_save_and_stream_of_trained_heads_have_the_names_of_the_checkpoint(
     two_ranks: RankPool, tmp_path: Path, name: str, head: str
 ) -> None:
-    model = tiny_model(coverage_entries()[name])
+    model = tiny_model(row_or_skip(name))
     MultiTokenHeads(model)
     save_weights(model, tmp_path / "from")
     expected = load_file(tmp_path / "from" / "model.safetensors")
@@ -156,7 +156,7 @@ def test_save_and_stream_of_trained_heads_have_the_names_of_the_checkpoint(
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "mimo_v2_flash"])
 def test_save_copies_heads_beyond_the_trained_ones(tmp_path: Path, name: str) -> None:
-    model = tiny_model(coverage_entries()[name])
+    model = tiny_model(row_or_skip(name))
     MultiTokenHeads(model, 2)
     save_weights(model, tmp_path / "from")
     expected = load_file(tmp_path / "from" / "model.safetensors")
@@ -174,7 +174,7 @@ def _classes_with_heads() -> list[tuple[type, str]]:
     """transformers' classes that drop heads by their word, and a name that the pattern drops."""
     names = ("model.mtp.layers.0.eh_proj.weight", "mtp.layers.0.fc.weight", "model.mtp_layers.0.eh_proj.weight")
     names += ("model.mtp_block.0.mlp.up_proj.weight", "llm.mtp.norm.weight", "mtp_dspark.norm.weight")
-    classes = {type(tiny_model(entry)) for entry in map(coverage_entries().__getitem__, WITH_WORD)}
+    classes = {type(tiny_model(row_or_skip(name))) for name in WITH_WORD}
     patterns = [(cls, re.compile(pattern)) for cls in classes for pattern in cls._keys_to_ignore_on_load_unexpected]
     return [(cls, name) for cls, pattern in patterns for name in names if pattern.search(name)]
 

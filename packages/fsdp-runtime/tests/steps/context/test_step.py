@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from coverage.table import entries
+from coverage.table import row_or_skip
 from coverage.table import tiny_model as tiny_row
 from fsdp_runtime import LayoutError, MeshSpec, ModelError, describe_parallelism, parallelize, sequence_layout
 from fsdp_runtime.memory.unshard import unsharded
@@ -81,7 +81,7 @@ def test_masks_that_are_made_from_the_length_of_a_row_are_refused() -> None:
     ],
 )
 def test_only_mixers_that_are_no_plain_attention_run_on_full_sequences(row: str, ways: dict[str, str]) -> None:
-    model = tiny_row(entries()[row])
+    model = tiny_row(row_or_skip(row))
     implementation = model.config.get_text_config()._attn_implementation
     found = gathered_mixers(ModelFacts.of(model).token_mixers, implementation)
     assert {mixer.kind: mixer.isolation for mixer in found} == ways
@@ -108,9 +108,10 @@ def test_chunks_of_attention_start_anew_in_each_packed_document() -> None:
     torch.manual_seed(0)
     model = transformers.Llama4ForCausalLM(config).eval()
     positions = torch.tensor([[*range(5), *range(7)]])
-    inputs = {"input_ids": torch.arange(12)[None], "position_ids": positions, "use_cache": False}
-    with torch.no_grad():
-        expected = model(**inputs).logits
+    tokens = torch.arange(12)[None]
+    inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():  # transformers counts chunks over the row in releases such as 5.10
+        expected = torch.cat([model(part, use_cache=False).logits for part in tokens.split([5, 7], 1)], 1)
         replace_attention(model, _attention())
         torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-6, rtol=0)
 
