@@ -196,3 +196,12 @@ def fake_tensors_are_data() -> Iterator[None]:
         yield
     finally:
         setattr(utilities, "is_fake_tensor", original)  # noqa: B010
+
+
+def chunks_count_the_row(config: Any) -> bool:
+    """Return True if transformers counts a model's chunks of attention over a packed row and not per document."""
+    # Releases before ``remap_positions_for_packed_sequence``, 5.10 among them.
+    from transformers import masking_utils
+
+    types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return "chunked_attention" in types and not hasattr(masking_utils, "remap_positions_for_packed_sequence")

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from fsdp_runtime import LayoutError, MeshSpec, ModelError, OptionError, parallelize
+from fsdp_runtime._transformers_compat.masks import chunks_count_the_row
 from fsdp_runtime._transformers_compat.models import CACHES
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.model.token_mixers import token_mixers
@@ -91,7 +92,12 @@ def test_a_copied_model_keeps_documents_apart() -> None:
     torch.testing.assert_close(together[:, 3:], alone, atol=1e-6, rtol=0)
 
 
-def test_chunks_of_attention_begin_at_documents_under_a_mask_of_ones() -> None:
+@pytest.mark.parametrize("counts_the_row", [False, True])
+def test_chunks_of_attention_begin_at_documents_under_a_mask_of_ones(
+    monkeypatch: pytest.MonkeyPatch, counts_the_row: bool
+) -> None:
+    if counts_the_row:  # as in transformers 5.10
+        monkeypatch.setattr("fsdp_runtime.steps.attention.rows.chunks_count_the_row", lambda config: True)
     torch.manual_seed(0)
     config = transformers.Llama4TextConfig(
         vocab_size=131, hidden_size=16, intermediate_size=16, intermediate_size_mlp=16, num_hidden_layers=2,
@@ -107,8 +113,12 @@ def test_chunks_of_attention_begin_at_documents_under_a_mask_of_ones() -> None:
         torch.testing.assert_close(
             model(tokens, position_ids=positions, attention_mask=mask).logits, alone, atol=1e-6, rtol=0
         )  # the router computes in float32
+    padded = {"position_ids": positions, "attention_mask": ones.index_fill(1, torch.tensor(15), 0)}
+    if counts_the_row or chunks_count_the_row(config):
+        torch.testing.assert_close(model(tokens, **padded).logits[:, :15], alone[:, :15], atol=1e-6, rtol=0)
+        return
     with pytest.raises(LayoutError, match=r"padding in packed rows of Llama4ForCausalLM, .* give the padding its own"):
-        model(tokens, position_ids=positions, attention_mask=ones.index_fill(1, torch.tensor(15), 0))
+        model(tokens, **padded)
 
 
 def test_packed_rows_without_the_option_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
