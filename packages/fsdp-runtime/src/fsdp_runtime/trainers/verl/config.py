@@ -11,8 +11,8 @@ import torch.distributed as dist
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh import MeshSpec
 from fsdp_runtime.steps import Pipeline
+from fsdp_runtime.trainers.verl import verl_api
 from fsdp_runtime.trainers.verl.flags import refuse, require_types
-from fsdp_runtime.trainers.verl.verl_api import ActorConfig, CriticConfig, EngineConfig, HFModelConfig, PrecisionType
 
 STRATEGY = "fsdp_runtime"
 #: Fields of verl's other engines, and the fields with the same meaning here.
@@ -35,10 +35,11 @@ ELSEWHERE = {
 
 
 @dataclass
-class FsdpRuntimeEngineConfig(EngineConfig):
+class FsdpRuntimeEngineConfig(verl_api.FSDPEngineConfig):
     """``engine=fsdp_runtime`` in SFT; ``fsdp_runtime`` of actor, reference and critic in PPO."""
 
-    _mutable_fields = EngineConfig._mutable_fields | {"freeze_vision_tower", "pad_to_length", "cp", "context_parallel"}
+    # ``FLAGS`` has the meaning of the inherited fields.
+    _mutable_fields = verl_api.FSDPEngineConfig._mutable_fields | {"freeze_vision_tower", "pad_to_length"}
 
     strategy: str = STRATEGY
     dp_replicate: int = 1  # all axes as in ``fsdp_runtime.MeshSpec``; one axis may be -1
@@ -63,30 +64,17 @@ class FsdpRuntimeEngineConfig(EngineConfig):
     model_dtype: str | None = None
     param_dtype: str | None = None  # dtype to compute in; null for verl's ``dtype``
     reduce_dtype: str = "fp32"  # dtype of the reduction of gradients
-    # further options of FSDP2 as in ``fsdp_runtime.FSDP2``: keep shards, gradients and optimizer
-    # state on the host
-    offload_policy: bool = False
-    reshard_after_forward: bool = True  # free gathered parameters after each block
-    reshard_last_block: bool = False  # also after the last block
+    reshard_last_block: bool = False  # free the last block too; options down to ``frozen_params`` as in ``FSDP2``
     prefetch_forward: int = 0  # blocks gathered ahead in forward
     prefetch_backward: int = 1  # blocks gathered ahead in backward
     frozen_params: str = "layer"  # ``layer``, ``root`` or ``replicate``
     freeze_vision_tower: bool = False  # do not train the vision tower
     sync_dtype: str | None = None  # dtype of weights for the rollout; null for the parameters' dtype
-    fsdp_size: int = -1  # verl's: the number of ranks of ``dp_shard``, with the others in ``dp_replicate``
-    ulysses_sequence_parallel_size: int = 1  # verl's: ``cp`` with ``context_parallel=ulysses``
-    mixed_precision: dict[str, Any] | None = None  # verl's: ``param_dtype`` and ``reduce_dtype``
-    use_no_sync_for_gradient_accumulation: bool = True  # reduce gradients after the last micro-batch only
-    pad_to_length: bool = False  # round packed rows up to a multiple of ``pad_to_length_bucket`` tokens
-    pad_to_length_bucket: int = 1024  # the multiple of ``pad_to_length``
-    entropy_from_logits_with_chunking: bool = False  # always so here: entropies are computed a tile of logits at a time
-    entropy_from_logits_chunk_size: int = 2048  # not used: the device decides the size of the tiles
-    entropy_checkpointing: bool = False  # always so here: backward computes the tiles again
     use_torch_compile: bool = False  # refused: it compiles verl's entropy function; ``compile`` compiles the blocks
-    wrap_policy: dict[str, Any] = field(default_factory=dict)  # refused: FSDP2 wraps each block
-    forward_prefetch: bool = False  # refused: ``prefetch_forward``
-    use_orig_params: bool = False  # always so with FSDP2
     qat: Any = None  # refused
+
+    def __post_init__(self) -> None:
+        """Take the strategy of this engine, which the base class refuses."""
 
     @property
     def axes(self) -> MeshSpec:
@@ -115,7 +103,6 @@ class FsdpRuntimeEngineConfig(EngineConfig):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype to compute in."""
         return to_dtype(
             "param_dtype", (self.mixed_precision or {}).get("param_dtype") or self.param_dtype or self.dtype
         )
@@ -127,7 +114,6 @@ class FsdpRuntimeEngineConfig(EngineConfig):
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
         if self.model_dtype is not None:
             return to_dtype("model_dtype", self.model_dtype)
         return self.compute_dtype if self.forward_only else torch.float32
@@ -138,7 +124,7 @@ _JOINED = ("freeze_vision_tower", "pad_to_length", "grad_clip", "ulysses_sequenc
 
 
 @dataclass
-class FsdpRuntimeActorConfig(ActorConfig):
+class FsdpRuntimeActorConfig(verl_api.ActorConfig):
     """verl's actor and reference with this engine."""
 
     strategy: str = STRATEGY
@@ -163,7 +149,7 @@ class FsdpRuntimeActorConfig(ActorConfig):
 
 
 @dataclass
-class FsdpRuntimeCriticConfig(CriticConfig):
+class FsdpRuntimeCriticConfig(verl_api.CriticConfig):
     """verl's critic with this engine."""
 
     strategy: str = STRATEGY
@@ -211,7 +197,7 @@ def engine_config(**given: Any) -> FsdpRuntimeEngineConfig:
 def to_dtype(name: str, value: Any) -> torch.dtype:
     """Return the dtype of a verl name."""
     try:
-        dtype = PrecisionType.to_dtype(value)
+        dtype = verl_api.PrecisionType.to_dtype(value)
     except RuntimeError:
         raise OptionError(f"{name}={value!r} is no dtype: write fp32 or bf16") from None
     if dtype == torch.float16:
@@ -228,7 +214,7 @@ def check_configs(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> N
     require_own_config(engine)
     check_flags(engine)
     refuse("model.", "HFModelConfig", model)
-    require_types("model.", model, kind=HFModelConfig, names=_OF_MODEL)
+    require_types("model.", model, kind=verl_api.HFModelConfig, names=_OF_MODEL)
     if optimizer is not None and not engine.forward_only:
         check_optimizer(optimizer)
     if checkpoint is not None:

@@ -36,12 +36,10 @@ class Flag(NamedTuple):
         return value if not isinstance(value, Mapping) or any(value.values()) else None
 
     def path(self, name: str) -> str:
-        """Return the name with the entry."""
         return f"{name}.{self.entry}" if self.entry else name
 
 
 _FUSED = Flag("here", "log-probs and entropy never need logits, whatever it says")
-_SAME = Flag("same")
 _ULYSSES = {"ulysses_sequence_parallel_size": Flag("here", "`cp` with `context_parallel=ulysses`")}
 _TILES = {
     "entropy_from_logits_with_chunking": Flag("here", "always in tiles"),
@@ -54,7 +52,7 @@ _OWN_CONFIG = Flag("here", "its fields are handed to `fsdp_runtime`, with the fi
 
 
 def _same(names: str) -> dict[str, Flag]:
-    return dict.fromkeys(names.split(), _SAME)
+    return dict.fromkeys(names.split(), Flag("same"))
 
 
 #: By the name of verl's dataclass; inherited fields are in the entry of the declaring class.
@@ -73,9 +71,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "router_replay": Flag("same", "R2 and R3, on any mixture"),
     },
     "FSDPEngineConfig": {
+        **_same("reshard_after_forward use_no_sync_for_gradient_accumulation pad_to_length pad_to_length_bucket"),
         "wrap_policy": Flag("refused", "FSDP2 wraps each block"),
         "offload_policy": Flag("same", "FSDP2's `CPUOffloadPolicy`"),
-        "reshard_after_forward": _SAME,
         "fsdp_size": Flag("here", "`dp_shard`, with the other ranks in `dp_replicate`"),
         "forward_prefetch": Flag("refused", "FSDP1's; FSDP2 has `prefetch_forward=1`"),
         "model_dtype": Flag("same", "float32 of trained parameters"),
@@ -84,11 +82,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
         **_ULYSSES,
         **_TILES,
         "use_torch_compile": Flag("refused", "compiles verl's entropy function; `compile=True` compiles the blocks"),
-        "use_no_sync_for_gradient_accumulation": _SAME,
-        "pad_to_length": _SAME,
-        "pad_to_length_bucket": _SAME,
         "qat": Flag("refused", "needs verl's own engine", "enable"),
-        "turbo_config": Flag("refused", "the config has no such field"),
+        "turbo_config": Flag("refused", "needs verl's own engine"),
     },
     "HFModelConfig": {
         **_same(
@@ -120,9 +115,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "ppo_infer_max_token_len_per_gpu clip_ratio clip_ratio_low clip_ratio_high policy_loss clip_ratio_c "
             "loss_agg_mode loss_scale_factor entropy_coeff tau_pos tau_neg calculate_entropy use_kl_loss kl_loss_coef "
             "kl_loss_type ppo_epochs shuffle data_loader_seed checkpoint optim profiler engine rollout_n model_config "
-            "global_batch_info"
+            "global_batch_info freeze_vision_tower"
         ),
-        "freeze_vision_tower": _SAME,
         "calculate_sum_pi_squared": Flag("same", "without logits"),
         "use_prefix_grouper": Flag("refused", "replaces attention in verl's own engines"),
         "use_torch_compile": Flag("here", "verl's own engine alone reads it; `compile` compiles the blocks"),
@@ -232,10 +226,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if parts := _parts(hint):
         return any(_fits(value, each) for each in parts)
-    if hint is float:
-        return isinstance(value, float) or _fits(value, int)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
     if origin is tuple:
         items = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == len(inner)
         return items and all(map(_fits, value, inner))

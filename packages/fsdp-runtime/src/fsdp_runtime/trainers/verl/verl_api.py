@@ -16,7 +16,7 @@ from verl.utils.model import extract_multi_modal_inputs, get_hf_auto_model_class
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
-from verl.workers.config import ActorConfig, CriticConfig, EngineConfig, HFModelConfig
+from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
