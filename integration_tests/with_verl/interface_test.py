@@ -46,6 +46,15 @@ def test_verl_has_the_signatures_that_are_used() -> None:
     assert {path: here for path, here in changed.items() if here != SIGNATURES[path]} == {}
 
 
+def test_engine_takes_the_parameters_of_verls_methods() -> None:
+    from fsdp_runtime.trainers.verl.engine import FsdpRuntimeEngine
+    from fsdp_runtime.trainers.verl.verl_api import BaseEngine
+
+    for name, method in inspect.getmembers(BaseEngine, inspect.isfunction):
+        theirs, ours = parameters(method), parameters(getattr(FsdpRuntimeEngine, name))
+        assert [each for each in ours if each in theirs] == [*theirs], name
+
+
 @pytest.mark.parametrize(
     ("device", "named", "fused"),
     [

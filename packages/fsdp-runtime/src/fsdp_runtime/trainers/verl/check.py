@@ -9,10 +9,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pkgutil import resolve_name
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 GROUP, NAME, PLUGIN = "verl.plugins", "fsdp_runtime", "fsdp_runtime.trainers.verl.plugin"
 #: Tested verl versions: from the first, below the second.
@@ -28,13 +30,11 @@ _NEEDED = {
     "rl-logprobs": "the engine",
 }
 
-Level = Literal["ok", "warning", "error"]
-
 
 class CheckLine(NamedTuple):
     """One line of the report."""
 
-    level: Level
+    level: str  # ``ok``, ``warning`` or ``error``
     text: str
 
     def __str__(self) -> str:
@@ -43,9 +43,7 @@ class CheckLine(NamedTuple):
 
 def check() -> Iterator[CheckLine]:
     """Yield findings in the order of their dependencies; stop at the first finding that prevents the next."""
-    try:
-        installed = version("verl")
-    except PackageNotFoundError:
+    if (installed := _version("verl")) is None:
         yield CheckLine("error", "verl is not installed: pip install 'fsdp-runtime[verl]'")
         return
     from packaging.version import Version  # a requirement of verl
@@ -54,7 +52,7 @@ def check() -> Iterator[CheckLine]:
     tested = Version(TESTED[0]) <= release < Version(TESTED[1])
     wanted = f"tested with {TESTED[0]} and later, below {TESTED[1]}"
     yield CheckLine("ok" if tested else "warning", f"verl {release}, {wanted}")
-    missing = [name for name in _NEEDED if not _is_installed(name)]
+    missing = [name for name in _NEEDED if _version(name) is None]
     for name in missing:
         yield CheckLine("error", f"{name} is not installed, and {_NEEDED[name]} needs it: pip install {name}")
     if error := _import_error("verl"):
@@ -66,11 +64,11 @@ def check() -> Iterator[CheckLine]:
         yield from _interface()
 
 
-def _is_installed(package: str) -> bool:
+def _version(package: str) -> str | None:
     try:
-        return bool(version(package))
+        return version(package)
     except PackageNotFoundError:
-        return False
+        return None
 
 
 def _import_error(module: str) -> str:
@@ -90,7 +88,7 @@ def _plugins() -> Iterator[CheckLine]:
         yield CheckLine("error", f"no entry point {NAME} in {GROUP}: install fsdp-runtime again")
     for each in plugins:
         if policy == "none" or (policy != "auto" and each.name not in names):
-            level: Level = "error" if each.name == NAME else "warning"
+            level = "error" if each.name == NAME else "warning"
             yield CheckLine(level, f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves out {each.name}")
         elif error := _import_error(each.value.partition(":")[0]):
             yield CheckLine("error", f"plug-in {each.name} ({each.value}) fails, which verl does not say: {error}")
@@ -106,8 +104,8 @@ def _registered() -> Iterator[CheckLine]:
 
     for kind in ("language_model", "value_model"):
         devices = [device for device in ("cuda", "cpu") if _has_engine(kind, device)]
-        level: Level = "ok" if devices else "error"
-        yield CheckLine(level, f"engine {NAME} of a {kind}: {', '.join(devices) or 'not registered'}")
+        registered = ", ".join(devices) or "not registered"
+        yield CheckLine("ok" if devices else "error", f"engine {NAME} of a {kind}: {registered}")
     store = ConfigStore.instance()
     for group in ("engine", "model_engine", "actor", "ref", "critic"):
         name = NAME if "engine" in group else f"{NAME}_{group}"
@@ -123,36 +121,36 @@ def _registered() -> Iterator[CheckLine]:
 def _has_engine(kind: str, device: str) -> bool:
     from verl.workers.engine.base import EngineRegistry
 
-    variable = "VERL_ENGINE_DEVICE"  # verl's registry uses it instead of this machine's device
-    before = os.environ.get(variable)
-    os.environ[variable] = device
-    try:
-        EngineRegistry.get_engine_cls(kind, NAME)
-    except (AssertionError, ValueError):
-        return False
-    finally:
-        os.environ.pop(variable)
-        if before is not None:
-            os.environ[variable] = before
-    return True
+    # verl's registry uses the variable instead of this machine's device.
+    with patch.dict(os.environ, VERL_ENGINE_DEVICE=device), suppress(AssertionError, ValueError):
+        return bool(EngineRegistry.get_engine_cls(kind, NAME))
+    return False
 
 
 def _interface() -> Iterator[CheckLine]:
     """The verl functions that the engine uses, and flags of this verl that the engine does not know."""
+    from fsdp_runtime.trainers.verl.engine import FsdpRuntimeEngine
     from fsdp_runtime.trainers.verl.flags import unknown_fields
-    from fsdp_runtime.trainers.verl.verl_api import SIGNATURES
+    from fsdp_runtime.trainers.verl.verl_api import SIGNATURES, BaseEngine
 
     for path, parameters in SIGNATURES.items():
         if (now := _parameters(path)) != parameters:
             yield CheckLine("error", f"{path} takes ({', '.join(now)}), not ({', '.join(parameters)})")
+    for name, method in inspect.getmembers(BaseEngine, inspect.isfunction):
+        theirs, ours = (_names(function) for function in (method, getattr(FsdpRuntimeEngine, name)))
+        if theirs != tuple(name for name in ours if name in theirs):
+            yield CheckLine("error", f"BaseEngine.{name} takes ({', '.join(theirs)}), not ({', '.join(ours)})")
     for field in unknown_fields():
         yield CheckLine("warning", f"{field} is not known here, so that nothing reads it: leave it at its default")
 
 
 def _parameters(path: str) -> tuple[str, ...]:
     try:
-        function = resolve_name(path)
+        return _names(resolve_name(path))
     except (ImportError, AttributeError):
         return ("nothing: it is gone",)
+
+
+def _names(function: Any) -> tuple[str, ...]:
     stars: dict[Any, str] = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
     return tuple(stars.get(each.kind, "") + name for name, each in inspect.signature(function).parameters.items())

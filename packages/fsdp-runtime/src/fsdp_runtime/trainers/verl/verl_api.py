@@ -1,7 +1,7 @@
 """All names that are used from verl; its interface "is subject to change before release" (its ``BaseEngine``).
 
-Other files of this folder import verl's names from here only.  ``SIGNATURES`` has the parameters of called and
-overridden functions; a test compares them with the installed verl.
+Other files of this folder import verl's names from here only.  ``SIGNATURES`` has the parameters of called functions; a
+test compares them with the installed verl, and the engine's methods with the overridden methods of ``BaseEngine``.
 """
 
 from __future__ import annotations
@@ -22,30 +22,9 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
 from verl.workers.engine.utils import enable_full_determinism, postprocess_batch_func, prepare_micro_batches
 
-#: Called or overridden functions of verl 0.9.1, by module.
+#: Called functions of verl 0.9.1, by module.
 _USED = {
     "verl.workers.engine.base": """
-        BaseEngine.initialize(self)
-        BaseEngine.train_mode(self, **kwargs)
-        BaseEngine.eval_mode(self, **kwargs)
-        BaseEngine.optimizer_zero_grad(self)
-        BaseEngine.optimizer_step(self)
-        BaseEngine.lr_scheduler_step(self)
-        BaseEngine.forward_backward_batch(self, data, loss_function, forward_only)
-        BaseEngine.train_batch(self, data, loss_function)
-        BaseEngine.infer_batch(self, data, loss_function)
-        BaseEngine.get_per_tensor_param(self)
-        BaseEngine.get_per_tensor_param_shard(self, **kwargs)
-        BaseEngine.get_per_tensor_param_delta_shard(self, **kwargs)
-        BaseEngine.prime_delta_snapshots(self)
-        BaseEngine.get_data_parallel_size(self)
-        BaseEngine.get_data_parallel_rank(self)
-        BaseEngine.get_data_parallel_group(self)
-        BaseEngine.to(self, device, model, optimizer, grad)
-        BaseEngine.save_checkpoint(self, local_path, hdfs_path, global_step, max_ckpt_to_keep, **kwargs)
-        BaseEngine.load_checkpoint(self, local_path, hdfs_path, del_local_after_load, **kwargs)
-        BaseEngine.is_mp_src_rank_with_outputs(self)
-        BaseEngine.disable_adapter(self)
         BaseEngineCtx.__init__(self, engine, mode, **kwargs)
         EngineRegistry.register(model_type, backend, device, vendor)
     """,
