@@ -19,8 +19,8 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options, steps_of
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
 from fsdp_runtime.mesh.spec import axis_size, fsdp_mesh, require_axes, submesh
+from fsdp_runtime.model.materialize import refuse_until_loaded
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.model.unloaded import refuse_until_loaded
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Meshes, ModelFacts, Setup
 from fsdp_runtime.sharded.collectives import first_rank_speaks

@@ -83,10 +83,7 @@ class MeshSpec:
         return {**({} if self.pp == 1 else {PIPELINE: self.pp}), **{axis: getattr(self, axis) for axis in AXES}}
 
     def resolve(self, world_size: int) -> MeshSpec:
-        """Return the spec with every size known and a product of ``world_size``.
-
-        Args:
-            world_size: number of ranks.
+        """Return the spec with every size known and a product of ``world_size`` ranks.
 
         Raises:
             MeshError: the sizes do not fill the world, or ``ep`` does not divide the ranks; the message has valid
@@ -107,11 +104,10 @@ class MeshSpec:
         return resolved
 
     def build(self, *, device_type: str | None = None) -> DeviceMesh:
-        """Build the ``DeviceMesh`` with all four axes and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
+        """Build the ``DeviceMesh`` with all four axes, ``pp`` in front where its size is not 1, and flattened axes.
 
-        ``pp`` is the first axis where its size is not 1.
         Starts ``torch.distributed`` if it is not running, from torchrun's or Slurm's environment, else as one process.
-        :func:`submesh` returns flattened axes.
+        :func:`submesh` returns the flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
         Args:
             device_type: ``"cuda"``, ``"cpu"``, …; by default the accelerator of this machine, else the CPU.
@@ -162,12 +158,10 @@ def adopt_mesh(
     efsdp: str = "efsdp",
     ep: str = "ep",
 ) -> DeviceMesh:
-    """Return an existing mesh under this package's axis names, over the same process groups.
-
-    The result has all four axes; missing axes have size 1.
+    """Return an existing mesh with all four axes of this package, over the same process groups.
 
     Args:
-        mesh: a mesh with named axes, any subset of the four, in the order of ``MeshSpec``.
+        mesh: a mesh with named axes, any subset of the four, in the order of ``MeshSpec``; missing axes get size 1.
         dp_replicate: the mesh's name for the axis of replicas.
         dp_shard: its name for the axis that shards parameters; an axis flattened from ``dp_shard`` and ``cp`` is
             accepted, and ``cp`` is then 1 in the result.
@@ -223,11 +217,8 @@ def adopt_mesh(
 def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return one axis of a mesh: a mesh axis, ``ep``, ``efsdp``, or flattened (``dp``, ``dp_shard_cp``, ``dp_cp``).
 
-    Unlike ``mesh[axis]``, this returns flattened axes without the warning of torch 2.11 and later.
-
-    Args:
-        mesh: a mesh with axes named as in ``MeshSpec``; a flattened axis consists of its parts in the mesh.
-        axis: the axis name.
+    A flattened axis consists of its parts in the mesh.  Unlike ``mesh[axis]``, this returns it without the warning of
+    torch 2.11 and later.
 
     Raises:
         MeshError: the mesh has neither the axis nor a part of it.
@@ -253,15 +244,9 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the part of a mesh that FSDP2 shards over.
+    """Return the axis of a mesh that FSDP2 shards over, two axes (replicas, shards) for HSDP, or ``None`` without both.
 
     Ranks of ``cp`` hold shards too: a rank computes part of the tokens, and the ranks' gradients are summed.
-
-    Args:
-        mesh: a mesh with axes named as in ``MeshSpec``.
-
-    Returns:
-        One axis of shards, two axes (replicas, shards) for HSDP, or ``None`` for a mesh without data-parallel axes.
 
     Raises:
         MeshError: the mesh has ``dp_replicate`` but no ``dp_shard``.

@@ -29,9 +29,6 @@ def meta_device() -> Iterator[None]:
     constructor computes them.  Parameters are allocated one at a time and freed as soon as they are registered; a
     tensor of 2**28 elements or more, such as a stack of experts, is never allocated.
 
-    Yields:
-        Nothing.
-
     Example:
         >>> from torch import nn
         >>> from fsdp_runtime import meta_device

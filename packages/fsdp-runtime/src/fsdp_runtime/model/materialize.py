@@ -1,25 +1,43 @@
-"""Move a model from the meta device to a real one, in place."""
+"""Move a model from the meta device to a real one, in place, and refuse its forward until then."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import offloads_to_cpu, parameter_hooks, persistent_buffers, set_parameter_hooks
-from fsdp_runtime.errors import OptionError
+from fsdp_runtime._torch_compat import (
+    offloads_to_cpu,
+    parameter_hooks,
+    persistent_buffers,
+    set_parameter_hooks,
+    tree_leaves,
+)
+from fsdp_runtime._transformers_compat.models import original_class
+from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh.spec import default_device_type
 from fsdp_runtime.model.buffers import compute_meta_buffers
 from fsdp_runtime.model.stages import recorded_meshes
 from fsdp_runtime.model.state import StateEntry, state_entries
-from fsdp_runtime.model.unloaded import allow_loaded
+from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+from fsdp_runtime.wrap import hook_forward
+
+_EFFECT = "refuses a forward until its parameters have data"
+_FIX = (
+    "load_weights(model, checkpoint) loads them, with new_modules={path: std} for a head that the checkpoint lacks; "
+    "materialize(model) allocates them for initial values of your own"
+)
+#: Parameters that an error lists.
+_LISTED = 4
 
 
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Allocate every tensor of the model that is on the meta device on ``device``, in place.
+    """Allocate every tensor of the model that is on the meta device on ``device``, in place; return the model.
 
     Parameters keep their identity, so ties and references in optimizers stay valid, and keep their placements and
     FSDP2 state; their values are undefined until weights are loaded.  Non-persistent buffers get the values of a model
@@ -30,9 +48,6 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
         device: by default the current device of the mesh's type; for a model without a mesh the device of its real
             tensors, else the CPU.  Without ``device`` a model with nothing on meta does not move.  Parameters that
             FSDP2 offloads are always allocated on the CPU.
-
-    Returns:
-        The same model.
 
     Raises:
         MetaBufferError: a non-persistent buffer is on meta and no module computes it; nothing has changed then.
@@ -112,3 +127,47 @@ def materialize_parameter(parameter: nn.Parameter, device: torch.device) -> None
     hooks = parameter_hooks(parameter)
     torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
     set_parameter_hooks(parameter, hooks)
+
+
+def refuse_until_loaded(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Let a model with parameters on meta, and its submodules that contain blocks, refuse a forward."""
+    # torch computes on meta tensors without an error under tensor parallelism, and FSDP2 fails with an unusable state.
+    # The hooks remove themselves once all parameters have data, so later forwards do not run them.
+    inside = tuple(blocks)
+    for path, module in model.named_modules():
+        owns_blocks = any(block.startswith(f"{path}.") for block in inside)
+        if path and (not owns_blocks or isinstance(module, nn.ModuleList | nn.ModuleDict)):
+            continue
+        if any(parameter.is_meta for parameter in module.parameters()):
+            runtime_state(module).unloaded = hook_forward(module, _EFFECT, before=_refuse, first=True)
+
+
+def allow_loaded(model: nn.Module) -> None:
+    """Remove the hooks of modules once all their parameters have data."""
+    for module in model.modules():
+        state = module.__dict__.get(RUNTIME_STATE)
+        if state is not None and state.unloaded is not None and not _on_meta(module):
+            state.unloaded.remove()
+            state.unloaded = None
+
+
+def require_loaded(names: Sequence[str], caller: str) -> None:
+    """Raise :class:`ModelError` if there are parameters on the meta device."""
+    if names:
+        listed = ", ".join(names[:_LISTED]) + ", ..." * (len(names) > _LISTED)
+        raise ModelError(f"{caller} with {len(names)} parameters on the meta device ({listed}): {_FIX}")
+
+
+def _on_meta(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.is_meta]
+
+
+def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise for parameters on meta.  Without FSDP2 a forward on meta inputs is allowed: it computes shapes."""
+    names = _on_meta(module)
+    if not names:
+        allow_loaded(module)
+        return
+    computes_shapes = all(leaf.is_meta for leaf in tree_leaves((args, {**kwargs})) if isinstance(leaf, Tensor))
+    if not computes_shapes or any(isinstance(child, FSDPModule) for child in module.modules()):
+        require_loaded(names, f"a forward of a {original_class(module).__name__}")

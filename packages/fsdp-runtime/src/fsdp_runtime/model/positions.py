@@ -87,7 +87,6 @@ def needs_full_row(structure: ModelStructure) -> str | None:
 
 
 def _position_tables(structure: ModelStructure) -> Iterator[str]:
-    """Iterate over the tables of absolute positions of the language model."""
     tree = structure.tree
     for path, module in tree.modules.items():
         named = "position" in f"{path.rpartition('.')[2]} {type(module).__name__}".lower()

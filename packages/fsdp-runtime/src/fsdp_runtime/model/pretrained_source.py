@@ -69,7 +69,6 @@ def source_folder(model: Any) -> Path | None:
 
 
 def _cached_snapshot(repository: str) -> Path | None:
-    """Return the folder of a hub id in the local cache, if it is there."""
     if not repository:
         return None
     try:

@@ -73,16 +73,10 @@ class ModelStructure:
 
 
 def inspect_model(model: nn.Module) -> ModelStructure:
-    """Find a model's blocks, token embedding and head by structure; class names do not matter.
+    """Find a model's blocks, token embedding and head by structure, on any device; class names do not matter.
 
     Blocks are the members of the outermost containers of modules with submodules.  A container is a ``ModuleList``,
     nested lists included, or a ``ModuleDict`` or ``Sequential`` with members of one class.
-
-    Args:
-        model: the model, on any device.
-
-    Returns:
-        The parts of the model.
 
     Raises:
         ModelError: the model has no such container.

@@ -54,15 +54,11 @@ def token_mixers(structure: ModelStructure) -> tuple[TokenMixer, ...]:
 
 def makes_own_masks(structure: ModelStructure) -> str | None:
     """Return the path of a module in the decoder's blocks that makes its own masks; they cannot be restricted."""
-    return next(
-        (
-            f"{path}.{inner}"
-            for path in structure.decoder
-            for inner, module in structure.blocks[path].named_modules()
-            if type(module).__name__ in _OWN_MASKS
-        ),
-        None,
-    )
+    for path in structure.decoder:
+        for inner, module in structure.blocks[path].named_modules(prefix=path):
+            if type(module).__name__ in _OWN_MASKS:
+                return inner
+    return None
 
 
 def is_bidirectional(module: nn.Module) -> bool:
@@ -78,7 +74,7 @@ def _below(module: nn.Module, path: str) -> Iterator[TokenMixer]:
         at = f"{path}.{name}"
         if type(child).__name__ in _BATCH_DEPENDENT:
             yield TokenMixer(at, child, "singles", type(child))
-        elif _takes(child) & _MARKS:
+        elif _arguments(type(child).forward) & _MARKS:
             yield TokenMixer(at, child, "mask" if _is_masked_attention(child) else "documents", type(child))
         else:
             yield from _below(child, at)
@@ -92,20 +88,19 @@ def _is_masked_attention(module: nn.Module) -> bool:
     """Return True if the mask alone decides which tokens interact; an indexer inside must take the mask, too."""
     if not referenced_names(type(module)) & _ATTENTION or any(map(_has_convolution, module.modules())):
         return False
-    mixing = [child for child in module.modules() if child is module or _takes(child) & _MARKS]
-    return all(MASK in _takes(child) for child in mixing)
+    mixing = [child for child in module.modules() if child is module or _arguments(type(child).forward) & _MARKS]
+    return all(MASK in _arguments(type(child).forward) for child in mixing)
 
 
 def has_inner_mixer(module: nn.Module) -> bool:
     """Return True for a mixer with another mixer inside, such as an indexer."""
-    return any(_takes(child) & _MARKS for child in module.modules() if child is not module)
+    return any(_arguments(type(child).forward) & _MARKS for child in module.modules() if child is not module)
 
 
 def attend_between_layers(model: nn.Module, mixers: Iterable[TokenMixer]) -> list[nn.Module]:
     """Return the modules that attend from a token to its states in several layers, by an attention function."""
     inside = {module for mixer in mixers for module in mixer.module.modules()}
-    others = (module for module in model.modules() if module not in inside)
-    return [module for module in others if _attends_without_mask(type(module))]  # type: ignore[arg-type]  # mypy: a class is hashable
+    return [each for each in model.modules() if each not in inside and _attends_without_mask(type(each))]  # type: ignore[arg-type]  # mypy: a class is hashable
 
 
 @cache
@@ -115,10 +110,6 @@ def _attends_without_mask(cls: type[nn.Module]) -> bool:
     return known and "ALL_ATTENTION_FUNCTIONS" in referenced_names(cls)
 
 
-def _takes(module: nn.Module) -> frozenset[str]:
-    return _names_of_parameters(type(module).forward)
-
-
 @cache
-def _names_of_parameters(forward: Callable[..., Any]) -> frozenset[str]:
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(signature(forward).parameters)

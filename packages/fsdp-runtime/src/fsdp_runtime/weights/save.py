@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.model.inference_mode import leave_inference_mode
-from fsdp_runtime.model.unloaded import require_loaded
+from fsdp_runtime.model.materialize import require_loaded
 from fsdp_runtime.sharded.async_saves import HostStaging, SaveFuture, save_in_thread, wait_for_running
 from fsdp_runtime.sharded.collectives import ModelRanks, first_rank_speaks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.fsync import naming_total
