@@ -23,8 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp_runtime.batching import pack, pack_tree
-from fsdp_runtime.batching.balance import assign_rows, lower_bound, step_work
-from fsdp_runtime.batching.partition import Items, Row, _differencing, least_rows
+from fsdp_runtime.batching.balance import Items, Row, _differencing, assign_rows, least_rows, lower_bound, step_work
 
 #: Samples, data-parallel ranks and tokens a row of each setting.
 SETTINGS = ((64, 4, 8192), (256, 8, 16384), (512, 16, 16384))

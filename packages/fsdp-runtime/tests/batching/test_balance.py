@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_runtime.batching.balance import assign_rows, lower_bound, step_work
-from fsdp_runtime.batching.partition import Items, best_fit, least_rows
+from fsdp_runtime.batching.balance import Items, assign_rows, best_fit, least_rows, lower_bound, step_work
 
 lengths = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from fsdp_runtime.batching.balance import assign_rows, lower_bound, step_work
-from fsdp_runtime.batching.partition import Items
+from fsdp_runtime.batching.balance import Items, assign_rows, lower_bound, step_work
 from fsdp_runtime.errors import OptionError, SampleError
 
-
-class UnpackableRow(Protocol):
-    """A row that can return values by sample."""
-
-    def unpack(self, values: Tensor) -> Mapping[Hashable, Tensor]:
-        """Return the values of each sample."""
-
-
-RowT = TypeVar("RowT", bound=UnpackableRow)
+RowT = TypeVar("RowT", bound=Any)  # a row with ``unpack``, which returns its values by sample
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,14 +5,73 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf, lcm
 
 import torch
 from torch import Tensor
 
+from fsdp_runtime.batching.balance import Items
 from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
-from fsdp_runtime.batching.partition import Items
-from fsdp_runtime.batching.samples import PAIR_COST, Sample, TokenIds, read_sample, row_sizes
-from fsdp_runtime.errors import SampleError
+from fsdp_runtime.errors import OptionError, SampleError
+from fsdp_runtime.steps.routing.routes import is_integer
+
+#: Token ids of one sample.
+TokenIds = Tensor | Sequence[int]
+#: The work of one attended pair of tokens in units of a token's other work: ``1 / (6 * hidden_size)`` (a pair costs
+#: ``4 * hidden_size`` operations per layer, a token ``24 * hidden_size ** 2``), here for a hidden size of 4096.
+PAIR_COST = 1 / (6 * 4096)
+#: The largest number of ranks: each rank gets rows, empty rows if samples are few.
+MAX_RANKS = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sequence of tokens."""
+
+    token_ids: Tensor  # ``[length]`` int64, contiguous, on the CPU
+    length: int
+    loss_mask: Tensor | None  # ``[length]`` bool, ``None`` if all tokens count
+
+    @property
+    def scored(self) -> Tensor:
+        """``[length]`` bool, the tokens that count in the loss; never the first token, which no token predicts."""
+        scored = torch.ones(self.length, dtype=torch.bool) if self.loss_mask is None else self.loss_mask.clone()
+        scored[0] = False
+        return scored
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """The allowed lengths of rows."""
+
+    capacity: int  # the largest length
+    step: int  # divides every other length
+
+    def padded(self, tokens: int) -> int:
+        """Return the padded length of a row with ``tokens`` tokens."""
+        return min(max(-(-tokens // self.step), 1) * self.step, self.capacity)
+
+
+def row_sizes(
+    budget: int, ranks: int, cp: int, multiple_of: int, *, distinct_lengths: int, pair_cost: float
+) -> RowSizes:
+    """Check the options of packing; return the lengths of rows with at most ``budget`` tokens per rank of ``cp``."""
+    numbers = {"ranks": ranks, "budget": budget, "cp": cp, "multiple_of": multiple_of}
+    for name, value in {**numbers, "distinct_lengths": distinct_lengths}.items():
+        if type(value) is not int or value < 1:
+            raise OptionError(f"{name}={value!r}: give a positive integer")
+    if ranks > MAX_RANKS:
+        raise OptionError(f"ranks={ranks}: give at most {MAX_RANKS}, as submesh(mesh, 'dp').size()")
+    if not 0 <= pair_cost < inf:
+        raise OptionError(f"pair_cost={pair_cost!r}: give a finite number, 0 or more")
+    unit = multiple_of if cp == 1 else lcm(multiple_of, 2 * cp)  # the chunks of load balancer headtail
+    capacity = budget * cp // unit * unit
+    if not capacity:
+        raise OptionError(
+            f"budget={budget} with cp={cp} has no room for a row. Its length must be a multiple of {unit}: give a "
+            f"budget of {-(-unit // cp)} or more"
+        )
+    return RowSizes(capacity, -(-capacity // (distinct_lengths * unit)) * unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +180,7 @@ def pack(
     sizes = row_sizes(budget, ranks, cp, multiple_of, distinct_lengths=distinct_lengths, pair_cost=pair_cost)
     read = read_samples(samples, loss_masks)
     lengths = [sample.length for sample in read]
-    require_rows_long_enough([f"sample {index}" for index in range(len(read))], lengths, sizes.capacity, budget, cp)
+    require_rows_long_enough(lengths, sizes.capacity, budget, cp)
 
     def make_row(items: Sequence[int]) -> PackedRow:
         chosen = [read[item] for item in items]
@@ -145,18 +204,27 @@ def read_samples(samples: Sequence[TokenIds], loss_masks: Sequence[TokenIds] | N
         raise SampleError(f"no samples{within}: give one or more")
     if loss_masks is not None and len(loss_masks) != len(samples):
         raise SampleError(f"{len(samples)} samples{within} and {len(loss_masks)} loss masks: give one mask per sample")
-    masks = [None] * len(samples) if loss_masks is None else loss_masks
-    pairs = enumerate(zip(samples, masks, strict=True))
-    return [read_sample(ids, mask, f"sample {index}{within}") for index, (ids, mask) in pairs]
+    read = []
+    for index, token_ids in enumerate(samples):
+        name, ids = f"sample {index}{within}", torch.as_tensor(token_ids)
+        if ids.ndim != 1 or not len(ids) or not is_integer(ids):
+            raise SampleError(f"{name} is {tuple(ids.shape)} of {ids.dtype}: give [length] integers, at least one")
+        mask = None if loss_masks is None else torch.as_tensor(loss_masks[index]).detach().cpu() != 0
+        if mask is not None and mask.shape != ids.shape:
+            raise SampleError(
+                f"{name} has {len(ids)} tokens and a loss mask {tuple(mask.shape)}: give one entry per token"
+            )
+        read.append(Sample(ids.detach().to("cpu", torch.int64).contiguous(), len(ids), mask))
+    return read
 
 
-def require_rows_long_enough(names: Sequence[str], lengths: Sequence[int], capacity: int, budget: int, cp: int) -> None:
+def require_rows_long_enough(lengths: Sequence[int], capacity: int, budget: int, cp: int, within: str = "") -> None:
     """Check that every sample fits into a row; the error names a sufficient budget and ``cp``."""
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if (length := lengths[longest]) > capacity:
         count = sum(tokens > capacity for tokens in lengths)
         raise SampleError(
             f"{count} of {len(lengths)} samples exceed a row of {capacity} tokens (budget={budget}, cp={cp}); the "
-            f"longest is {names[longest]} with {length}: shorten them, or give budget={-(-length // cp)} or "
+            f"longest is sample {longest}{within} with {length}: shorten them, or give budget={-(-length // cp)} or "
             f"cp={-(-length // budget)} or more"
         )

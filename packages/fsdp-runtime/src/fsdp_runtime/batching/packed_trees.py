@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fsdp_runtime.batching.balance import Items
 from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
-from fsdp_runtime.batching.packed_rows import read_samples, require_rows_long_enough
-from fsdp_runtime.batching.partition import Items
-from fsdp_runtime.batching.samples import PAIR_COST, Sample, row_sizes
-from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, common_prefix_length, prefix_tree, tree_row
+from fsdp_runtime.batching.packed_rows import PAIR_COST, Sample, read_samples, require_rows_long_enough, row_sizes
+from fsdp_runtime.batching.tree_row import GroupMember, TreeRow, common_prefix_length, prefix_tree, tree_row
 from fsdp_runtime.errors import SampleError
 
 #: Bytes of a token id in a sample.
@@ -78,13 +78,18 @@ def pack_tree(
     parts: list[TreePart] = []
     for group, samples in enumerate(groups):
         members = read_samples(samples, None if loss_masks is None else loss_masks[group], f" of group {group}")
-        names = [f"sample {index} of group {group}" for index in range(len(members))]
-        require_rows_long_enough(names, [sample.length for sample in members], sizes.capacity, budget, cp)
+        require_rows_long_enough(
+            [sample.length for sample in members], sizes.capacity, budget, cp, f" of group {group}"
+        )
         read.append(members)
         parts += _divided(group, members, sizes.capacity)
 
     def make_row(items: Sequence[int]) -> TreeRow:
-        return tree_row([_tree(parts[item], read[parts[item].group]) for item in items], sizes.padded, padding_id)
+        chosen = [parts[item] for item in items]
+        members = [GroupMember(part.group, member) for part in chosen for member in part.members]
+        trees = [prefix_tree([read[part.group][member].token_ids for member in part.members]) for part in chosen]
+        scored = [read[group][member].scored for group, member in members]
+        return tree_row(members, trees, scored, sizes.padded, padding_id)
 
     work = [part.tokens + pair_cost * part.attended_pairs for part in parts]
     return micro_batches_of(Items([part.tokens for part in parts], work, sizes.capacity), ranks, make_row)
@@ -111,16 +116,7 @@ def _divided(group: int, samples: Sequence[Sample], capacity: int) -> list[TreeP
             parts.append(TreePart(group, []))
             shared = 0
         part, previous = parts[-1], samples[index].token_ids
-        part.members.append(index)
+        insort(part.members, index)
         part.tokens += length - shared
         part.attended_pairs += (length * (length + 1) - shared * (shared + 1)) // 2
     return parts
-
-
-def _tree(part: TreePart, samples: Sequence[Sample]) -> Tree:
-    members = sorted(part.members)
-    return Tree(
-        tuple(GroupMember(part.group, member) for member in members),
-        prefix_tree([samples[member].token_ids for member in members]),
-        tuple(samples[member].scored for member in members),
-    )

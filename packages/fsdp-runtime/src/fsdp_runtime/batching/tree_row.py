@@ -9,7 +9,8 @@ each sequence adds the tokens after its longest common prefix with the previous 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -237,39 +238,31 @@ class TreeRow:
 
     def to(self, device: torch.device | str) -> TreeRow:
         """Return the row with its tensors on a device."""
-        moved: dict[str, Any] = {"paths": tuple(path.to(device) for path in self.paths)}
-        for name in (field.name for field in fields(self)):
-            if isinstance(value := getattr(self, name), Tensor):
-                moved[name] = value.to(device)
-        return replace(self, **moved)
+        moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, paths=tuple(path.to(device) for path in self.paths), **moved)
 
     @property
     def _scored(self) -> int:
         return int(self.way_back[-1])
 
 
-@dataclass(frozen=True, eq=False)
-class Tree:
-    """The samples of one tree."""
-
-    members: tuple[GroupMember, ...]  # the keys of the samples
-    prefixes: PrefixTree
-    scored_of: tuple[Tensor, ...]  # ``[length]`` bool per sample: tokens that count in the loss
-
-
-def tree_row(trees: Sequence[Tree], padded: Callable[[int], int], padding_id: int) -> TreeRow:
+def tree_row(
+    samples: Sequence[GroupMember],
+    trees: Sequence[PrefixTree],
+    scored_of: Sequence[Tensor],
+    padded: Callable[[int], int],
+    padding_id: int,
+) -> TreeRow:
     """Return the row of the given trees, or of padding only; ``padded`` maps a number of tokens to a length."""
-    starts = [0]
-    for tree in trees:
-        starts.append(starts[-1] + len(tree.prefixes.token_ids))
+    # ``scored_of`` are ``[length]`` bool for each sample: the tokens that count in the loss.
+    starts = [*accumulate((len(tree.token_ids) for tree in trees), initial=0)]
     length = padded(starts[-1])
     padding = torch.arange(starts[-1], length)
     located = list(zip(trees, starts, strict=False))
-    ids = torch.cat([*(tree.prefixes.token_ids for tree in trees), torch.full_like(padding, padding_id)])
-    positions = torch.cat([*(tree.prefixes.positions for tree in trees), torch.zeros_like(padding)])
-    ends = torch.cat([*(tree.prefixes.subtree_end + start for tree, start in located), padding + 1])
-    paths = tuple(path + start for tree, start in located for path in tree.prefixes.paths)
-    scored_of = [scored for tree in trees for scored in tree.scored_of]
+    ids = torch.cat([*(tree.token_ids for tree in trees), torch.full_like(padding, padding_id)])
+    positions = torch.cat([*(tree.positions for tree in trees), torch.zeros_like(padding)])
+    ends = torch.cat([*(tree.subtree_end + start for tree, start in located), padding + 1])
+    paths = tuple(path + start for tree, start in located for path in tree.paths)
     scored = torch.zeros(length, dtype=torch.bool)
     before = torch.zeros(length, dtype=torch.int64)
     for path, counts in zip(paths, scored_of, strict=True):
@@ -285,7 +278,7 @@ def tree_row(trees: Sequence[Tree], padded: Callable[[int], int], padding_id: in
     for path, counts in zip(paths, scored_of, strict=True):
         way_back += [torch.where(counts, slot_of[path], count)[1:], last]
     return TreeRow(
-        samples=tuple(member for tree in trees for member in tree.members),
+        samples=tuple(samples),
         paths=paths,
         input_ids=ids[None],
         position_ids=positions[None],
