@@ -294,7 +294,7 @@ CASES: Provocations = {
             step=torch.ones(()), exp_avg=torch.ones(1), exp_avg_sq=torch.ones(1)
         ),
     },
-    "fsdp_runtime/optim/step_beside.py": {"ModelError: are not in the model": lambda: _step_during(in_a_step=False)},
+    "fsdp_runtime/optim/host_step.py": {"ModelError: are not in the model": lambda: _step_during(in_a_step=False)},
     "fsdp_runtime/steps/fsdp/dtypes.py": {"OptionError: one dtype for the trainable": _mixed_experts},
     "fsdp_runtime/steps/fsdp/megatron_fsdp.py": {
         "BackendError: cannot be imported": _without_megatron,
@@ -314,7 +314,7 @@ CASES: Provocations = {
         ),
         "OptionError: frozen_params='replicate' keeps": _frozen,
     },
-    "fsdp_runtime/steps/fsdp/root.py": {
+    "fsdp_runtime/memory/gathered_copies.py": {
         "ModelError: is called outside of the model's own": _outside_forward,
     },
     "fsdp_runtime/steps/outputs/lm_head.py": {
@@ -345,7 +345,8 @@ CASES: Provocations = {
         "OptionError: which is no matrix": lambda: Muon([{"params": [torch.zeros(3)], "use_muon": True}]),
         "OptionError: the roles of 1 parameters are unknown": lambda: Muon([torch.zeros(3, 3)]),
     },
-    "fsdp_runtime/steps/guards/methods.py": {
+    "fsdp_runtime/steps/guards/calls.py": {
+        "ModelError: parallelize has replaced by shards": _stale,
         "ModelError: cannot be pickled": _pickled,
         "ModelError: of a parallelized": tuple(partial(_called, call, axes) for axes, call in METHODS),
         "ModelError: save_pretrained of a": lambda: _called(lambda model: model.save_pretrained("never-written"), TP),
@@ -356,7 +357,6 @@ CASES: Provocations = {
         "ModelError: unmerge": _merged,
         "ModelError: merge": _merged_dora,
     },
-    "fsdp_runtime/steps/guards/replaced_parameters.py": {"ModelError: parallelize has replaced by shards": _stale},
     "fsdp_runtime/steps/routing/balance.py": {
         "ModelError: has a correction bias": lambda: RouterBalance(tiny_model("Qwen3MoeForCausalLM")),
         "OptionError: rate=-1: give 0 or more": lambda: RouterBalance(nn.Identity(), rate=-1),

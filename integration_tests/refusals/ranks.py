@@ -120,7 +120,7 @@ CASES: Provocations = {
             {"input_ids": ids(1, 4), **PIXELS}, {"input_ids": ids(1, 4), **SOUND}
         ),
     },
-    "fsdp_runtime/steps/guards/optimizers.py": {
+    "fsdp_runtime/steps/guards/calls.py": {
         "ModelError: different gradients on the ranks": _head_around,
         "ModelError: draw it after the same seed": _head_of_other_values,
     },

@@ -33,10 +33,8 @@ from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import PackedSequences
 from fsdp_runtime.steps.experts.step import ExpertParallel
 from fsdp_runtime.steps.fsdp.step import FSDP2
+from fsdp_runtime.steps.guards.calls import carry_over_parameters, guard_methods, watch_optimizers
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
-from fsdp_runtime.steps.guards.methods import guard_methods
-from fsdp_runtime.steps.guards.optimizers import watch_optimizers
-from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 from fsdp_runtime.steps.outputs.step import Outputs
 from fsdp_runtime.steps.pipeline.shared import mark_stage_parameters
 from fsdp_runtime.steps.pipeline.step import Pipeline, require_pipeline_step

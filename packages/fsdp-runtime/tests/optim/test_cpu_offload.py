@@ -26,7 +26,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.errors import MismatchError, OffloadError
 from fsdp_runtime.memory import host_copies
-from fsdp_runtime.optim import CPUOffloadAdamW, cpu_offload, staging
+from fsdp_runtime.optim import CPUOffloadAdamW, cpu_offload, host_step
 from fsdp_runtime.steps import Compile
 from harness.lazy_copies import LazyCopies
 from harness.models import tiny_inputs, tiny_model
@@ -62,7 +62,7 @@ def test_steps_equal_torch_adamw(
 ) -> None:
     copies = LazyCopies()
     monkeypatch.setattr(host_copies, "make_copies", lambda _device: copies)
-    monkeypatch.setattr(staging, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(host_step, "CHUNK_ELEMENTS", elements)
     settings: dict[str, Any] = {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}
     model, expected = _layers(dtype), _layers(dtype)
     if dtype == torch.bfloat16:
@@ -323,8 +323,8 @@ def _trained(model: nn.Module, *, beside: bool) -> list[Tensor]:
 
 
 def _same_bits(axes: dict[str, int], options: dict[str, Any]) -> tuple[bool, list[str], int]:
-    copies, original, elements = _LockedCopies(), host_copies.make_copies, staging.CHUNK_ELEMENTS
-    host_copies.make_copies, staging.CHUNK_ELEMENTS = lambda _device: copies, 500
+    copies, original, elements = _LockedCopies(), host_copies.make_copies, host_step.CHUNK_ELEMENTS
+    host_copies.make_copies, host_step.CHUNK_ELEMENTS = lambda _device: copies, 500
     try:
         one, other = (
             _trained(parallelize(tiny_model("Qwen3ForCausalLM", num_hidden_layers=3), mesh_for(axes), **options),
@@ -332,7 +332,7 @@ def _same_bits(axes: dict[str, int], options: dict[str, Any]) -> tuple[bool, lis
             for beside in (False, True)
         )  # fmt: skip
     finally:
-        host_copies.make_copies, staging.CHUNK_ELEMENTS = original, elements
+        host_copies.make_copies, host_step.CHUNK_ELEMENTS = original, elements
     return all(map(torch.equal, one, other)), copies.faults, len(copies.queue)
 
 

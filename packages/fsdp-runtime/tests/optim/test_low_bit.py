@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_runtime import load_training_state, parallelize, save_training_state
 from fsdp_runtime.errors import MismatchError, OptionError
 from fsdp_runtime.optim import LowBitAdamW
-from fsdp_runtime.optim.state_codes import round_stochastically
+from fsdp_runtime.optim.low_bit import round_stochastically
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool
 from tp_plans import ColwiseParallel, RowwiseParallel

@@ -1,4 +1,4 @@
-"""Gathered parameters that FSDP2 keeps after a forward for the backward.
+"""Gathered parameters that FSDP2 keeps after a forward for the backward, and the root's modules called alone.
 
 FSDP2 keeps the parameters of the root and the last block gathered.  A call between forward and backward would read the
 gathered copies.  An optimizer built from copies would train nothing, a norm would leave out their gradients, and
@@ -10,25 +10,27 @@ a forward after an optimizer's step would compute with the old values.  Therefor
 - A backward drops accumulated gradients that ``zero_grad`` or ``parameter.grad = None`` has cleared.
 - An optimizer's step frees the copies.  It raises if the optimizer holds copies or gradients are not reduced.
 - A forward gathers changed parameters again, and resets FSDP2 after a pass that raised.
+- A call of the embedding, the norm or the head outside of the model's forward gathers the root.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_runtime import _torch_compat as fsdp2
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.memory.gradient_accumulation import drop_cleared_gradients, watch_accumulation
 from fsdp_runtime.memory.unshard import is_held
+from fsdp_runtime.model.inference_mode import leave_inference_mode
+from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.wrap import hook_forward
 
@@ -63,7 +65,6 @@ def keep_readers_on_shards(root: Any) -> None:
     hook_forward(root, "gathers parameters that changed since the last forward", before=refresh, first=True)
     hook_forward(root, "frees the parameters of a forward without gradients", after=leave, always=True)
     _roots.add(root)
-    _watch_optimizers()
 
 
 def _refresh(root: Any) -> None:
@@ -121,18 +122,12 @@ def _units() -> Iterator[Any]:
         yield from runtime_state(root).units
 
 
-@cache
-def _watch_optimizers() -> None:
-    """Register the checks of optimizer steps once per process, with torch's public hooks."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-
-
 def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse a step of gathered copies, or without unreduced gradients."""
     parameters, name = _parameters(optimizer), type(optimizer).__name__
     copies = [copy for unit in _units() for copy in fsdp2.gathered_copies(unit, now=False) if copy in parameters]
     if copies:
@@ -153,7 +148,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         )
 
 
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
+def after_step(optimizer: Optimizer, *_: Any) -> None:
+    """Free the gathered copies of changed parameters."""
     if fsdp2.in_backward():  # one step per parameter; FSDP2 has sharded the parameter already
         return
     written = _parameters(optimizer)
@@ -163,3 +159,50 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
             fsdp2.reset_after_error(root)
             for unit in units:
                 unit.reshard()
+
+
+def gather_root_modules(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:
+    """Gather the root for a call of one of its modules alone (embedding, norm, head); refuse a call with gradients."""
+    # Modules inside blocks get no hooks, so compiled blocks do not trace the check.
+    blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
+    for path, module in model.named_modules():
+        sharded = {
+            name: parameter.device_mesh.ndim
+            for name, parameter in module.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor) and parameter not in replicated
+        }
+        if sharded and module is not model and module not in blocks:
+            hooks = _RootHooks(model, path, sharded)
+            effect = "gathers FSDP2's root where it is called alone"
+            hook_forward(module, effect, before=hooks.gather, after=hooks.free, first=True, always=True)
+
+
+class _RootHooks:
+    """Hooks around a module of the root.  ``generate`` may call it before the model's forward has gathered the root."""
+
+    def __init__(self, root: Any, path: str, sharded: dict[str, int]) -> None:
+        self.root, self.path = root, path
+        self.sharded = sharded  # mesh axes per parameter: a gathered parameter keeps only the axis ``tp``
+        self.gathered_here = False
+
+    def gather(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        meshes = {
+            name: getattr(parameter, "device_mesh", None) for name, parameter in fsdp2.own_parameters(module).items()
+        }
+        if not any(mesh is not None and mesh.ndim == self.sharded.get(name) for name, mesh in meshes.items()):
+            return  # gathered parameters lack FSDP2's axes
+        if torch.is_grad_enabled():
+            raise ModelError(
+                f"{self.path} is called outside of the model's own forward, where FSDP2 keeps its parameters sharded: "
+                "call the model, or forward_with_lm_head(model, function, ...) for a loss on hidden states, or call it "
+                "without gradients"
+            )
+        fsdp2.initialize_root(self.root)
+        self.gathered_here = True
+        with leave_inference_mode():  # FSDP2 keeps the tensors that it allocates
+            self.root.unshard()
+
+    def free(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if self.gathered_here:
+            self.gathered_here = False
+            self.root.reshard()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from torch.optim.adamw import adamw
 from fsdp_runtime._torch_compat import local_tensor, tensor_version
 from fsdp_runtime.errors import MismatchError, OptionError
 from fsdp_runtime.memory import host_copies
-from fsdp_runtime.optim.staging import Piece, Staging, chunks_of, pieces_of
-from fsdp_runtime.optim.step_beside import StepBeside
+from fsdp_runtime.optim.host_step import Piece, Staging, StepBeside, chunks_of, pieces_of
 
 logger = logging.getLogger(__name__)
 #: Parameters of these dtypes have float32 masters and moments.
@@ -110,18 +109,18 @@ class CPUOffloadAdamW(Optimizer):
         On return the host has computed all parameters, and the current stream of the device waits for the last of them.
         """
         self._require_no_step()
-        loss, beside = None, None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         on_host, on_device = self._divided()
         for group, parameters in on_device:
             if parameters:
-                self._step_on_device(group, parameters)
+                pieces = list(self._pieces(parameters))
+                _compute(group, pieces, [(piece.gradient, piece.parameter) for piece in pieces])
         chunks = [
             ({**group}, chunk) for group, parameters in on_host for chunk in chunks_of([*self._pieces(parameters)])
         ]
         copies = host_copies.make_copies(chunks[0][1][0].parameter.device if chunks else torch.device("cpu"))
+        beside = None
         if self._forward is None:
             self._step_on_host(chunks, copies)
         else:
@@ -201,15 +200,9 @@ class CPUOffloadAdamW(Optimizer):
 
     def _on_host(self) -> set[Tensor]:
         """Return the trained parameters with state on the host: the last ones, the same on every mesh."""
-        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        chosen, count = set(), 0
-        total = sum(parameter.numel() for parameter in parameters)
-        for parameter in reversed(parameters):
-            if count >= self.fraction * total:
-                break
-            chosen.add(parameter)
-            count += parameter.numel()
-        return chosen
+        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad][::-1]
+        *before, total = accumulate((parameter.numel() for parameter in parameters), initial=0)
+        return {p for p, count in zip(parameters, before, strict=True) if count < self.fraction * total}
 
     def _divided(self) -> tuple[list[tuple[dict[str, Any], list[Tensor]]], ...]:
         """Return the groups with their parameters that have gradients: on the host, and on the device."""
@@ -288,10 +281,6 @@ class CPUOffloadAdamW(Optimizer):
             if index + 2 < len(chunks):
                 stage.fetch(chunks[index + 2][1], copies)
 
-    def _step_on_device(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
-        pieces = list(self._pieces(parameters))
-        _compute(group, pieces, [(piece.gradient, piece.parameter) for piece in pieces])
-
     def _require_room(self) -> None:
         nbytes = 0
         for parameter in self._on_host():
@@ -312,27 +301,39 @@ def _compute(group: Mapping[str, Any], chunk: list[Piece], views: list[tuple[Ten
     for piece, master, (_, parameter) in zip(chunk, masters, views, strict=True):
         if piece.reads_parameter and master is not parameter:
             master.copy_(parameter)
-    beta1, beta2 = group["betas"]
     on_host = bool(chunk) and chunk[0].state["exp_avg"].device.type == "cpu"
+    gradients = [gradient.to(master.dtype) for master, (gradient, _) in zip(masters, views, strict=True)]
+    step_adamw(group, masters, gradients, [piece.state for piece in chunk], fused=True if on_host else None)
+    for master, (_, parameter) in zip(masters, views, strict=True):
+        if master is not parameter:
+            parameter.copy_(master)
+
+
+def step_adamw(
+    group: Mapping[str, Any],
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    *,
+    fused: bool | None = None,
+) -> None:
+    """Take torch's AdamW step of plain tensors, in place."""
     adamw(
-        masters,
-        [gradient.to(master.dtype) for master, (gradient, _) in zip(masters, views, strict=True)],
-        [piece.state["exp_avg"] for piece in chunk],
-        [piece.state["exp_avg_sq"] for piece in chunk],
-        [piece.state["max_exp_avg_sq"] for piece in chunk] if group["amsgrad"] else [],
-        [piece.state["step"] for piece in chunk],
-        fused=True if on_host else None,
+        parameters,
+        gradients,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+        [state["step"] for state in states],
+        fused=fused,
         amsgrad=group["amsgrad"],
-        beta1=beta1,
-        beta2=beta2,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
         lr=group["lr"],
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=group["maximize"],
     )
-    for master, (_, parameter) in zip(masters, views, strict=True):
-        if master is not parameter:
-            parameter.copy_(master)
 
 
 def _master_dtype(parameter: Tensor) -> torch.dtype:
@@ -346,7 +347,6 @@ def _empty_like(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _require_state(number: int, parameter: Tensor, state: Mapping[str, Any]) -> None:
-    """Raise :class:`MismatchError` unless ``state`` is a state of this optimizer for a parameter's layout."""
     if not state:
         return
     if missing := {"step", "exp_avg", "exp_avg_sq"} - state.keys():

@@ -1,19 +1,21 @@
-"""AdamW with states in bfloat16 or 8 bits, on shards of any mesh."""
+"""AdamW with moments in bfloat16, or in 8 bits with a scale per block of a row, on shards of any mesh."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_runtime._torch_compat import local_tensor
+from fsdp_runtime._torch_compat import has_values, local_tensor
 from fsdp_runtime.errors import MismatchError, ModelError, OptionError
-from fsdp_runtime.optim.state_codes import SCALE, Blocks, decode, encode, round_stochastically
 from fsdp_runtime.sharded.chunks import local_part
 from fsdp_runtime.sharded.shard_offsets import zeros_by_rows
 from fsdp_runtime.values import require_bool, require_one_of
@@ -25,6 +27,84 @@ LEAST_ELEMENTS = 4096
 #: Elements that a step converts at a time.
 _AT_ONCE = 2**24
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+#: The ends of codes in a state: a moment is stored as ``exp_avg``, its scales as ``exp_avg_scale``.
+SCALE = "_scale"
+_tables: dict[tuple[bool, torch.device], tuple[Tensor, Tensor]] = {}
+
+
+def _dynamic_levels(*, signed: bool) -> list[float]:
+    """Return the 256 values of a code: seven decades with ever finer steps ("8-bit Optimizers", arXiv:2110.02861)."""
+    levels = [0.0, 1.0]
+    for decade in range(7):
+        count = 2 ** (decade if signed else decade + 1)
+        values = [(0.1 + 0.9 * (step + 0.5) / count) * 10.0 ** (decade - 6) for step in range(count)]
+        levels += [*values, *(-value for value in values)] if signed else values
+    return sorted(levels)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one parameter's rows, and this rank's part of them."""
+
+    size: int  # elements of a block; the last block of a row may be shorter
+    columns: range  # of this rank, in the full row
+    count: int  # blocks of a full row
+    groups: Sequence[ProcessGroup]  # of the ranks that hold the other columns
+
+    @classmethod
+    def of(cls, parameter: Tensor, size: int) -> Blocks:
+        """Return the blocks of a parameter, which its full shape decides."""
+        _, box = local_part(parameter)
+        groups = []
+        if isinstance(parameter, DTensor):
+            mesh, last = parameter.device_mesh, parameter.ndim - 1
+            dims = enumerate(getattr(placement, "dim", None) for placement in parameter.placements)
+            groups = [mesh.get_group(axis) for axis, dim in dims if dim == last and mesh.size(axis) > 1]
+        return cls(size, range(*box[-1]), -(-parameter.shape[-1] // size), groups)
+
+    def amax(self, values: Tensor) -> Tensor:
+        """Return the largest magnitude of each block ``[rows, blocks]`` over all ranks."""
+        amax = values.new_zeros((len(values), self.count))
+        if values.numel():
+            before, first = self.columns.start % self.size, self.columns.start // self.size
+            after = -(before + len(self.columns)) % self.size
+            padded = torch.nn.functional.pad(values.abs(), (before, after)).view(len(values), -1, self.size)
+            amax[:, first : first + padded.shape[1]] = padded.amax(-1)
+        for group in self.groups:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        return amax
+
+    def per_element(self, scales: Tensor) -> Tensor:
+        """Return the scale of each of this rank's elements ``[rows, columns]``."""
+        start, stop = self.columns.start, self.columns.stop
+        first, last = start // self.size, -(-stop // self.size)
+        expanded = scales[:, first:last].repeat_interleave(self.size, 1)
+        return expanded[:, start - first * self.size : stop - first * self.size]
+
+
+def _table(device: torch.device, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the levels of a code, and the middles between them."""
+    key = signed, device
+    if (table := _tables.get(key)) is None:
+        levels = torch.tensor(_dynamic_levels(signed=signed), dtype=torch.float64)
+        table = levels.to(device, torch.float32), ((levels[1:] + levels[:-1]) / 2).to(device, torch.float32)
+        if has_values(table[0]):
+            _tables[key] = table
+    return table
+
+
+def round_stochastically(values: Tensor, parameter: Tensor, box: Box, seed: int) -> Tensor:
+    """Round float32 values to bfloat16 up or down, with probabilities that keep their mean."""
+    # A hash of the seed and of an element's index in the full parameter draws, so that no mesh changes a draw.
+    index = torch.zeros((), dtype=torch.int64, device=values.device)
+    for size, (start, stop) in zip(parameter.shape, box, strict=True):
+        index = (index * size)[..., None] + torch.arange(start, stop, device=values.device)
+    mixed = index.contiguous().view(values.shape).mul_(-0x61C8864680B583EB).add_(seed * 0x632BE59BD9B4E019 % 2**63)
+    mixed ^= (mixed >> 31) & 0x1FFFFFFFF
+    mixed.mul_(-0x40A7B892E31B1A47)
+    drawn = ((mixed >> 32) & 0xFFFF).to(torch.int32)
+    rounded = ((values.view(torch.int32) + drawn) & -0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
 class LowBitAdamW(Optimizer):
@@ -96,16 +176,12 @@ class LowBitAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; ``closure`` computes the loss again, and its result is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        number = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                number += 1
-                if parameter.grad is not None:
-                    self._step(parameter, group, number)
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for number, (parameter, group) in enumerate(parameters, start=1):
+            if parameter.grad is not None:
+                self._step(parameter, group, number)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -147,11 +223,14 @@ class LowBitAdamW(Optimizer):
             piece.step(group, state["step"], seed)
 
 
+@dataclass(frozen=True, eq=False)
 class _Piece:
-    """Some rows of a parameter, with their gradient and moments."""
+    """Some rows of a parameter."""
 
-    def __init__(self, parameter: Tensor, box: Box, local: dict[str, Tensor], blocks: Blocks | None) -> None:
-        self.parameter, self.box, self.local, self.blocks = parameter, box, local, blocks
+    parameter: Tensor
+    box: Box  # of the rows
+    local: dict[str, Tensor]  # the rows of the parameter, of its gradient and of its state
+    blocks: Blocks | None
 
     def step(self, group: dict[str, Any], step: int, seed: int) -> None:
         """Take AdamW's step in float32 and round its results."""
@@ -173,8 +252,9 @@ class _Piece:
         codes = self.local[name]
         if (scales := self.local.get(name + SCALE)) is None or self.blocks is None:
             return codes.to(torch.float32, copy=True)
+        levels, _ = _table(codes.device, signed=name == "exp_avg")
         per_element = self.blocks.per_element(scales.flatten(0, -2)).view(codes.shape)
-        values = decode(codes, per_element, signed=name == "exp_avg")
+        values = levels.index_select(0, codes.reshape(-1).int()).view(codes.shape).mul_(per_element)
         return values if name == "exp_avg" else values.square_()
 
     def _store(self, name: str, values: Tensor, seed: int) -> None:
@@ -184,7 +264,11 @@ class _Piece:
             rows = (values if name == "exp_avg" else values.sqrt_()).flatten(0, -2)
             amax = self.blocks.amax(rows)
             scales.copy_(amax.view(scales.shape))
-            codes.copy_(encode(rows, self.blocks.per_element(amax), signed=name == "exp_avg").view(codes.shape))
+            _, middles = _table(values.device, signed=name == "exp_avg")
+            per_element = self.blocks.per_element(amax)
+            shares = rows / torch.where(per_element == 0, 1.0, per_element)
+            nearest = torch.bucketize(shares, middles, out_int32=True).to(torch.uint8)
+            codes.copy_(nearest.view(codes.shape))
         elif codes.dtype == torch.bfloat16:
             codes.copy_(round_stochastically(values, self.parameter, self.box, seed))
         else:
@@ -197,7 +281,6 @@ def is_low_bit(parameter: Tensor) -> bool:
 
 
 def _initial(parameter: Tensor, states: States, blocks: Blocks | None) -> dict[str, Any]:
-    """Return zeros for the moments, and the count of steps."""
     low = is_low_bit(parameter)
     dtype = {"8bit": torch.uint8, "bf16": torch.bfloat16}[states] if low else torch.float32
     state: dict[str, Any] = {"step": 0}
@@ -216,7 +299,7 @@ def _pieces(parameter: Tensor, state: dict[str, Any], blocks: Blocks | None) -> 
     if not local.ndim:
         yield _Piece(parameter, box, tensors, blocks)
         return
-    whole = blocks is not None and blocks.reduce is not None and "exp_avg_scale" in state
+    whole = blocks is not None and bool(blocks.groups) and "exp_avg_scale" in state
     rows = len(local) if whole else _AT_ONCE * len(local) // max(1, local.numel())
     for start in range(0, max(len(local), int(whole)), max(1, rows)):
         stop, first = min(start + max(1, rows), len(local)), box[0][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -9,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.optim.cpu_offload import step_adamw
 from fsdp_runtime.optim.groups import param_groups
-from fsdp_runtime.optim.muon_blocks import Matrix, MatrixBlock
-from fsdp_runtime.optim.muon_plan import MuonPlan, require_same_gradients
-from fsdp_runtime.optim.newton_schulz import COEFFICIENTS, orthogonalize, update_scale
+from fsdp_runtime.optim.muon_plan import Matrix, MatrixBlock, MuonPlan, require_same_gradients
 from fsdp_runtime.optim.roles import StoredMatrices, stored_matrices
-from fsdp_runtime.steps.guards.optimizers import models_with
+from fsdp_runtime.steps.guards.calls import models_with
 from fsdp_runtime.values import floating_dtype, require_one_of
 
 #: The elements of a bucket's matrices per owner: 64 MiB in bfloat16.
 _BUCKET = 2**25
+#: The coefficients of Keller Jordan's quintic iteration (https://kellerjordan.github.io/posts/muon/).
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(Optimizer):
@@ -79,7 +80,7 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
@@ -100,8 +101,8 @@ class Muon(Optimizer):
             raise OptionError(f"ns_coefficients={ns_coefficients!r}: give the three factors of the quintic polynomial")
         self._dtype = cast(torch.dtype, floating_dtype("ns_dtype", ns_dtype))
         self._limit, self._adamw_lr, self._model = bucket_numel, adamw_lr, model
-        options = dict(compile) if isinstance(compile, Mapping) else {}
-        self._orthogonalize = orthogonalize if compile is False else torch.compile(orthogonalize, **options)
+        options = compile if isinstance(compile, Mapping) else {}
+        self._orthogonalize = _orthogonalize if compile is False else torch.compile(_orthogonalize, **options)
         self._stored: dict[Tensor, StoredMatrices] = {}
         self._plans: dict[tuple[int, ...], MuonPlan] = {}
         if isinstance(params, nn.Module):
@@ -159,7 +160,6 @@ class Muon(Optimizer):
         return loss
 
     def _plan(self) -> MuonPlan:
-        """Return the plan for the matrices that have gradients now."""
         of = {parameter: g for g in self.param_groups if g["use_muon"] for parameter in g["params"]}
         key = tuple(id(parameter) for parameter in of if parameter.grad is not None)
         if key not in self._plans:
@@ -187,7 +187,7 @@ class Muon(Optimizer):
 
         def apply(matrix: Matrix, block: MatrixBlock, update: Tensor) -> None:
             group = of[matrix.parameter]
-            scale = update_scale(*matrix.out_in, group["adjust_lr_fn"])
+            scale = _update_scale(*matrix.out_in, group["adjust_lr_fn"])
             local = tensors[matrix.parameter][0][block.local]
             local.add_(update.to(local.device), alpha=-float(group["lr"]) * scale)
 
@@ -210,20 +210,11 @@ class Muon(Optimizer):
             if not state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        adamw(
+        step_adamw(
+            {**group, "lr": float(group["lr"]), "eps": group["adamw_eps"], "amsgrad": False, "maximize": False},
             [local_tensor(parameter) for parameter in parameters],
             [_local_gradient(parameter) for parameter in parameters],
-            [local_tensor(state["exp_avg"]) for state in states],
-            [local_tensor(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            eps=group["adamw_eps"],
-            maximize=False,
+            [{name: local_tensor(value) for name, value in state.items()} for state in states],
         )
 
 
@@ -233,3 +224,23 @@ def _local_gradient(parameter: Tensor) -> Tensor:
     if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, parameter).placements:
         gradient = gradient.redistribute(placements=cast(DTensor, parameter).placements)
     return local_tensor(gradient).to(parameter.dtype)
+
+
+def _orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return a matrix with the singular vectors of ``matrix`` and singular values near 1, in its dtype."""
+    # The operators and their order are torch.optim.Muon's, so that equal inputs give equal bits.
+    a, b, c = coefficients
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _update_scale(rows: int, columns: int, method: str) -> float:
+    """Return the factor of the learning rate for a matrix ``[out, in]``, as in ``torch.optim.Muon``."""
+    if method == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

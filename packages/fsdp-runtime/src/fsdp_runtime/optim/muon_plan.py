@@ -1,9 +1,11 @@
-"""The work of one Muon step: owners, buckets and exchanges, planned once for a set of parameters."""
+"""The work of one Muon step, planned once for a set of parameters: blocks, owners and buckets of matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -14,11 +16,131 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import group_of_axes
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.optim.muon_blocks import BlockFinder, Matrix, MatrixBlock, choose_owners, make_buckets
-from fsdp_runtime.optim.newton_schulz import iteration_flops
 from fsdp_runtime.optim.roles import StoredMatrices
 from fsdp_runtime.sharded import collectives
-from fsdp_runtime.steps.guards.optimizers import models_with
+from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key
+from fsdp_runtime.steps.guards.calls import models_with
+from tp_plans.boxes import Box
+
+#: The load of an owner of a matrix that is on its rank already may exceed the mean by this share.
+_SLACK = 1 / 16
+
+Slices = tuple[slice, ...]
+Indices = tuple[range, ...]
+
+
+@dataclass(frozen=True)
+class MatrixBlock:
+    """A part of a matrix in the local tensor of some ranks."""
+
+    place: Slices  # in the matrix
+    local: Slices  # in the local tensor
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+
+@dataclass
+class Matrix:
+    """One matrix of one parameter, with its blocks on all ranks."""
+
+    number: int  # in the order of the parameters
+    parameter: Tensor
+    shape: tuple[int, ...]  # with a first dim of size 1 for a matrix of a stack of experts
+    flops: int
+    blocks: Sequence[MatrixBlock]
+    is_transposed: bool
+    owner: int = -1
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @property
+    def out_in(self) -> tuple[int, int]:
+        """The output and the input features."""
+        rows, columns = self.shape[-2:]
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    def sender(self, block: MatrixBlock) -> int:
+        """Return the rank that sends a block to the owner: the owner itself, or one of the replicas in turn."""
+        return self.owner if self.owner in block.ranks else block.ranks[self.number % len(block.ranks)]
+
+    @property
+    def is_on_owner(self) -> bool:
+        """Whether no rank but the owner holds a part."""
+        return all(block.ranks == (self.owner,) for block in self.blocks)
+
+
+class BlockFinder:
+    """Finds the blocks of matrices; equal layouts, as in a model's layers, are computed once."""
+
+    def __init__(self, everyone: Sequence[int]) -> None:
+        self._everyone, self._owners = everyone, BoxOwners(everyone)
+        self._blocks: dict[Hashable, list[MatrixBlock]] = {}
+
+    def blocks(self, parameter: Tensor, indices: Indices) -> list[MatrixBlock]:
+        """Return the blocks of the matrix at some indices of a parameter; a block of replicas has all their ranks."""
+        key = layout_key(parameter), indices
+        if key not in self._blocks:
+            near = self._owners.near(parameter, tuple((index[0], index[-1] + 1) for index in indices))
+            boxes = ((box, tuple(rank for rank in ranks if rank in self._everyone)) for box, ranks in near)
+            blocks = (_block(indices, box, ranks) for box, ranks in boxes if ranks)
+            self._blocks[key] = [block for block in blocks if block.numel]
+        return self._blocks[key]
+
+
+def _block(indices: Indices, box: Box, ranks: tuple[int, ...]) -> MatrixBlock:
+    place, local, shape = [], [], []
+    for index, (start, stop) in zip(indices, box, strict=True):
+        first, last = (min(len(index), max(0, -(-(side - index.start) // index.step))) for side in (start, stop))
+        place.append(slice(first, last))
+        begin = index.start + first * index.step - start
+        local.append(slice(begin, begin + max(0, last - first - 1) * index.step + 1, index.step))
+        shape.append(last - first)
+    return MatrixBlock(tuple(place), tuple(local), tuple(shape), ranks)
+
+
+def choose_owners(matrices: Sequence[Matrix], ranks: Sequence[int]) -> None:
+    """Give each matrix to a rank with little work, preferably to a rank that holds most of it."""
+    loads = dict.fromkeys(ranks, 0)
+    most = sum(matrix.flops for matrix in matrices) / len(ranks) * (1 + _SLACK)
+    for matrix in sorted(matrices, key=lambda matrix: (-matrix.flops, matrix.number)):
+        held: dict[int, int] = {}
+        for block in matrix.blocks:
+            for rank in block.ranks:
+                held[rank] = held.get(rank, 0) + block.numel
+        largest = max(held.values())
+        near = min((rank for rank, numel in held.items() if numel == largest), key=lambda rank: (loads[rank], rank))
+        fits = loads[near] + matrix.flops <= most
+        matrix.owner = near if fits else min(ranks, key=lambda rank: (loads[rank], rank))
+        loads[matrix.owner] += matrix.flops
+
+
+def make_buckets(matrices: Sequence[Matrix], limit: int) -> list[list[Matrix]]:
+    """Divide matrices into buckets with at most ``limit`` elements per owner, or one matrix."""
+    # Each owner has its largest matrices in the first bucket, so that the owners of a bucket have similar work.
+    # Matrices without a transfer have buckets without a collective.
+    buckets: list[list[Matrix]] = []
+    for stays in (False, True):
+        places: dict[int, tuple[int, int]] = {}
+        part: list[list[Matrix]] = []
+        chosen = (matrix for matrix in matrices if matrix.is_on_owner is stays)
+        for matrix in sorted(chosen, key=lambda matrix: (-matrix.flops, matrix.number)):
+            bucket, filled = places.get(matrix.owner, (0, 0))
+            if filled and filled + matrix.numel > limit:
+                bucket, filled = bucket + 1, 0
+            places[matrix.owner] = bucket, filled + matrix.numel
+            part += [[] for _ in range(bucket + 1 - len(part))]
+            part[bucket].append(matrix)
+        buckets += part
+    return buckets
+
 
 Read = Callable[[Matrix, MatrixBlock], Tensor]
 #: The sender and the receiver of a block, and the block.
@@ -37,7 +159,8 @@ class MuonPlan:
         for parameter, matrices in stored.items():
             for indices in matrices.indices(tuple(parameter.shape)):
                 shape = tuple(map(len, indices))
-                flops = iteration_flops(shape[-2], shape[-1], steps[parameter])
+                low, high = sorted(shape[-2:])
+                flops = steps[parameter] * (4 * low * low * high + 2 * low**3)
                 blocks, number = finder.blocks(parameter, indices), len(self.matrices)
                 self.matrices.append(Matrix(number, parameter, shape, flops, blocks, matrices.is_transposed))
         choose_owners(self.matrices, ranks)
@@ -72,8 +195,6 @@ class MuonPlan:
 
 
 class _Bucket:
-    """A bucket of matrices, with its two all-to-alls."""
-
     def __init__(self, matrices: Sequence[Matrix], group: ProcessGroup | None) -> None:
         group, rank = None if all(matrix.is_on_owner for matrix in matrices) else group, collectives.own_rank()
         self.owned = [matrix for matrix in matrices if matrix.owner == rank]

@@ -35,11 +35,9 @@ class StoredMatrices:
     def indices(self, shape: tuple[int, ...]) -> Iterator[tuple[range, ...]]:
         """Yield the indices of each matrix along every dim of the parameter."""
         dim = self.dim % len(shape)
-        for expert in range(shape[0]) if len(shape) == 3 else (None,):
-            full = [range(size) for size in shape]
-            if expert is not None:
-                full[0] = range(expert, expert + 1)
-            start = 0
+        rows = range(shape[0])
+        for first in [rows[expert : expert + 1] for expert in rows] if len(shape) == 3 else [rows]:
+            full, start = [first, *map(range, shape[1:])], 0
             for number, size in enumerate(self.sizes or (shape[dim],)):
                 part = range(number, shape[dim], len(self.sizes)) if self.is_interleaved else range(start, start + size)
                 yield (*full[:dim], part, *full[dim + 1 :])

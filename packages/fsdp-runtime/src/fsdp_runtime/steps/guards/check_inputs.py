@@ -6,7 +6,7 @@ samples by global rank, the sums over ``tp`` mix samples and every log-probabili
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from zlib import crc32
@@ -22,7 +22,7 @@ from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import LayoutError, OptionError
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.setup import Setup
-from fsdp_runtime.sharded.collectives import required_device
+from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects, required_device
 from fsdp_runtime.sharded.hashing import hash_words
 from fsdp_runtime.step import Step
 from fsdp_runtime.wrap import hook_model
@@ -142,23 +142,19 @@ def _compare(inputs: Mapping[str, Any], group: ProcessGroup, axis: str) -> None:
 
 def _message(values: Mapping[str, Any], digests: Mapping[str, Tensor], group: ProcessGroup, axis: str) -> str:
     """Name the differing inputs and their values by rank.  Collective over the group: every rank fails."""
-    ranks = dist.get_process_group_ranks(group)
-    by_rank = _gather({name: int(digest) for name, digest in digests.items()}, group)
-    names = dict.fromkeys(name for digests_of_rank in by_rank for name in digests_of_rank)
-    differing = [name for name in names if len({digests_of_rank.get(name) for digests_of_rank in by_rank}) > 1]
-    sent = _gather({name: _sent(values[name]) for name in differing[:_SHOWN] if name in values}, group)
-    texts = [f"{name}: {_difference([of_rank.get(name) for of_rank in sent], ranks)}" for name in differing[:_SHOWN]]
+    ranks = ModelRanks((group,))
+    by_rank = all_gather_objects(ranks, {name: int(digest) for name, digest in digests.items()})
+    names = dict.fromkeys(name for digests_of_rank in by_rank.values() for name in digests_of_rank)
+    differing = [name for name in names if len({of_rank.get(name) for of_rank in by_rank.values()}) > 1][:_SHOWN]
+    sent = all_gather_objects(ranks, {name: _sent(values[name]) for name in differing if name in values})
+    texts = [
+        f"{name}: {_difference({rank: tensors.get(name) for rank, tensors in sent.items()})}" for name in differing
+    ]
     return (
-        f"ranks {ranks} of one {axis} group were given different inputs ({'; '.join(texts)}): deal batches by "
+        f"ranks {list(by_rank)} of one {axis} group were given different inputs ({'; '.join(texts)}): deal batches by "
         f"data-parallel rank, submesh(mesh, 'dp').get_local_rank(), so that the ranks of a {axis} group load the same "
         "samples"
     )
-
-
-def _gather(values: dict[str, Any], group: ProcessGroup) -> list[dict[str, Any]]:
-    by_rank: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, values, group=group)
-    return by_rank
 
 
 def _sent(value: Any) -> Any:
@@ -167,20 +163,21 @@ def _sent(value: Any) -> Any:
     return local_tensor(value).detach().cpu() if value.numel() <= _SENT else str(list(value.shape))
 
 
-def _difference(values: Sequence[Any], ranks: Sequence[int]) -> str:
+def _difference(values: Mapping[int, Any]) -> str:
     """Return each rank's value of one input: shapes, or the first element that differs between equal shapes."""
-    shapes = [str(list(value.shape)) if isinstance(value, Tensor) else value or "missing" for value in values]
-    if len({*shapes}) > 1 or not all(isinstance(value, Tensor) for value in values):
-        return _by_rank(shapes, ranks)
-    places = torch.stack([value != values[0] for value in values]).any(0).nonzero().tolist()
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    shapes = {r: str(list(v.shape)) if isinstance(v, Tensor) else v or "missing" for r, v in values.items()}
+    if len({*shapes.values()}) > 1 or len(tensors) < len(values):
+        return _by_rank(shapes)
+    places = torch.stack([tensor != tensors[0] for tensor in tensors]).any(0).nonzero().tolist()
     if not places:
-        return _by_rank([value.dtype for value in values], ranks)
-    elements = [value[tuple(places[0])].item() for value in values]
-    return f"{shapes[0]}, first at {places[0]}: {_by_rank(elements, ranks)}"
+        return _by_rank({rank: value.dtype for rank, value in values.items()})
+    elements = {rank: value[tuple(places[0])].item() for rank, value in values.items()}
+    return f"{list(tensors[0].shape)}, first at {places[0]}: {_by_rank(elements)}"
 
 
-def _by_rank(values: Sequence[Any], ranks: Sequence[int]) -> str:
-    return ", ".join(f"{value} on rank {rank}" for value, rank in zip(values, ranks, strict=True))
+def _by_rank(values: Mapping[int, Any]) -> str:
+    return ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
 
 
 def _shared_over_cp(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -195,13 +192,10 @@ def _shared_over_cp(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, Any]]:
     """Yield tensors and plain values in nested containers, by dotted name."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
+    if isinstance(value, Mapping | tuple | list):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _leaves((*path, str(key)), inner)
-    elif isinstance(value, (tuple, list)):
-        for index, inner in enumerate(value):
-            yield from _leaves((*path, str(index)), inner)
-    elif isinstance(value, (Tensor, bool, int, float, str)) or value is None:
+    elif isinstance(value, Tensor | bool | int | float | str) or value is None:
         yield ".".join(path), value
 
 
