@@ -1,5 +1,8 @@
 """Over which ranks a norm is summed: one collective for a mesh, whatever part of the world it is."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +32,18 @@ def test_the_ranks_of_a_mesh_make_their_group_once_and_without_the_others():
         assert fresh.run(group_of_a_few) == [*[(True, [0, 1, 2], 3.0)] * 3, None]
     finally:
         fresh.close()
+
+
+def test_stages_for_norms_of_no_parameters_end_with_their_group(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = weakref.ref(dist.new_group([0]))
+    of_stages = (group, False, torch.device("cpu"), torch.float64)  # as fsdp_runtime sets it
+    monkeypatch.setattr(dist.group, "_pipeline_stages", of_stages, raising=False)
+    assert grad_norm([]).dtype is torch.float64
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
+    assert grad_norm([]).dtype is torch.float32
 
 
 def group_of_ranks_in_differently_many_groups():

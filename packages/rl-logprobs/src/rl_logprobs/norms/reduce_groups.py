@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import ReferenceType
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from rl_logprobs._torch_compat import joint_group, ranks_of, same_root
 
 #: The attribute of a parameter in a pipeline stage: the group of all stages, whether this rank counts the parameter,
 #: and the device and dtype of a norm over all stages.  ``fsdp_runtime.parallelize`` sets it.  Of the ranks with a tied
-#: parameter, the first counts it.  ``torch.distributed.group`` has the last model's, for a stage without parameters.
+#: parameter, the first counts it.  ``torch.distributed.group`` has the last model's for a stage without parameters: a
+#: weak reference in place of the group.
 STAGES = "_pipeline_stages"
 
 
@@ -39,7 +41,10 @@ def stages_of(parameters: Sequence[torch.Tensor]) -> Stages | None:
     """Return the stages of a model with these parameters; without any, the last model's, which then waits for all."""
     owners = parameters or (dist.group,)
     stages = next((stages for owner in owners if (stages := getattr(owner, STAGES, None)) is not None), None)
-    return None if stages is None or not _is_current(stages[0]) else Stages(*stages)
+    if stages is None:
+        return None
+    group = stages[0]() if isinstance(stages[0], ReferenceType) else stages[0]
+    return Stages(group, *stages[1:]) if group is not None and _is_current(group) else None
 
 
 def _is_current(group: dist.ProcessGroup) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,8 +28,9 @@ def mark_stage_parameters(model: nn.Module) -> None:
     trained = [entry.tensor.dtype for entry in staged.state if entry.tensor.requires_grad]
     dtype = torch.float64 if torch.float64 in trained else torch.float32
     norm = torch.device(staged.mesh.device_type), dtype
-    # torch has one value per process here: the norm of a stage without trained parameters needs the group as well.
-    setattr(dist.group, STAGES, (staged.mesh.get_group(), False, *norm))
+    # torch has one value per process here: the norm of a stage without trained parameters needs the group as well, and
+    # must not keep it alive.
+    setattr(dist.group, STAGES, (weakref.ref(staged.mesh.get_group()), False, *norm))
     for name, parameter in model.named_parameters():
         counted = staged.shared.get(name, (staged.rank,))[0] == staged.rank
         setattr(parameter, STAGES, (staged.mesh.get_group(), counted, *norm))
