@@ -1,7 +1,7 @@
 """Every use of a torch API that is not public or that differs between torch versions, with the reason for it.
 
-Each function names the upstream issue or pull request.  ``tests/test_torch_compat.py`` fails for a function that torch
-no longer makes necessary.
+The names are private in torch 2.11 to 2.15.  Each function names the upstream issue or pull request.
+``tests/test_torch_compat.py`` fails for a function that torch no longer makes necessary.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ def local_shape_and_offset(
     tensor: DTensor, placements: Sequence[Placement] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's shard of ``tensor`` and its offset in the full tensor."""
-    # ``placements`` are the tensor's own by default. torch 2.11 to 2.15 have no public function with this answer for
-    # every placement, strided shards included; torch's distributed checkpoints use the same one (pytorch/pytorch#107996
-    # added it).
+    # ``placements`` are the tensor's own by default. The function covers every placement, strided shards included;
+    # torch's distributed checkpoints use the same one (pytorch/pytorch#107996 added it).
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, placements or tensor.placements
     )
@@ -39,18 +38,17 @@ def local_shape_and_offset(
 
 def same_root(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     """Return whether two meshes are slices of one mesh."""
-    # torch 2.11 to 2.15 have no public access to the root mesh; no upstream issue found.
+    # No upstream issue found.
     return bool(mesh._get_root_mesh() == other._get_root_mesh())
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Fail on the device if ``condition`` is false, without making the host wait."""
-    # torch 2.11 to 2.15 have the function under a private name only (pytorch/pytorch#53284).
-    torch._assert_async(condition, message)
+    torch._assert_async(condition, message)  # pytorch/pytorch#53284
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Return ``function.apply(*arguments)``, which torch 2.11 to 2.15 leave without types."""
+    """Return ``function.apply(*arguments)``, which torch leaves without types."""
     # No upstream issue found. mypy reports the ignored error once it is gone.
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
@@ -74,22 +72,18 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def foreach_norm(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the norm of each tensor in few kernel launches, accumulated and returned in ``dtype``."""
-    # torch 2.11 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds
-    # ``torch.foreach``); ``torch.nn.utils.get_total_norm`` uses the same function but returns the total only.
+    # pytorch/pytorch#193607 adds ``torch.foreach``; ``torch.nn.utils.get_total_norm`` returns the total only.
     return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype))
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Scale every tensor in place by a 0-d tensor, in few kernel launches."""
-    # torch 2.11 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds
-    # ``torch.foreach``).
     torch._foreach_mul_(list(tensors), factor)
 
 
 def unreduced_parameters() -> set[int]:
     """Return the ``id`` of each FSDP2 parameter with a gradient that its rank has accumulated and not reduced yet."""
-    # torch 2.11 to 2.15 have no public way to ask, and leave ``parameter.grad`` as it was under
-    # ``set_requires_gradient_sync(False)``; no upstream issue found.
+    # torch leaves ``parameter.grad`` as it was under ``set_requires_gradient_sync(False)``; no upstream issue found.
     unreduced: set[int] = set()
     for reference in list(_module_state_mapping.values()):
         state: Any = reference()
@@ -118,8 +112,8 @@ _joint_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.P
 
 def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the process group of all ranks of a mesh, created at their first call; None if they cannot create it."""
-    # torch 2.11 to 2.15 have no public group over several dims of a mesh (pytorch/pytorch#132632 added a private group,
-    # which all ranks of the world must create together). A world bound to a device (``device_id`` of
+    # torch's private group over several dims of a mesh (pytorch/pytorch#132632) must be created by all ranks of the
+    # world together. A world bound to a device (``device_id`` of
     # ``init_process_group``) splits its communicator for a new group, which needs every rank. Otherwise the ranks
     # rendezvous under a name that contains the number of groups that each belongs to. Ranks in different numbers of
     # groups (pipeline stages with separate groups, say) would wait for each other under different names.
@@ -140,8 +134,7 @@ _ranks_cache: WeakKeyDictionary[DeviceMesh, frozenset[int]] = WeakKeyDictionary(
 
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     """Return the mesh's ranks, from a cache: torch computes them at each call, as slowly as ten small norms."""
-    # Computed outside any mode: under fake tensors, torch 2.11 to 2.15 compute a mesh's ranks as tensors without values
-    # (pytorch/pytorch#142275).
+    # Outside any mode: under fake tensors a mesh's ranks are tensors without values (pytorch/pytorch#142275).
     if mesh not in _ranks_cache:
         with _disable_current_modes():
             _ranks_cache[mesh] = frozenset(mesh.mesh.flatten().tolist())

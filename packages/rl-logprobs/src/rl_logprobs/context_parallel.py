@@ -10,7 +10,7 @@ then shard them: the last token of a rank is scored against the right target, an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -112,8 +112,7 @@ def gather_sequence(
     dim = _sequence_dim(local, dim)
     require_same_device(local=local, permutation=permutation)
     positions = _rank_positions(permutation, group, local.shape[dim] * dist.get_world_size(group))
-    gathered: torch.Tensor = apply_function(_GatherSequence, local, permutation.argsort(), positions, group, dim)
-    return gathered
+    return cast(torch.Tensor, apply_function(_GatherSequence, local, permutation.argsort(), positions, group, dim))
 
 
 def _sequence_dim(tensor: torch.Tensor, dim: int) -> int:

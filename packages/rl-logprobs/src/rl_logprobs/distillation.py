@@ -9,10 +9,9 @@ import torch
 
 from rl_logprobs._torch_compat import apply_function, first_derivative
 from rl_logprobs.errors import OptionError, ShapeError
-from rl_logprobs.kept_tokens.entries import kept_entries
+from rl_logprobs.kept_tokens.entries import kept_entries, kept_logprobs_of, kept_softmax
 from rl_logprobs.kept_tokens.kept_logits import kept_logits
 from rl_logprobs.kept_tokens.kept_sets import KeptTokens
-from rl_logprobs.kept_tokens.statistics import kept_logprobs_of, kept_softmax
 from rl_logprobs.softmax.log2_scale import TemperatureScale, check_temperature
 from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns, merge
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
@@ -54,8 +53,7 @@ def topk_logprobs(
         vocabulary.
 
     Raises:
-        OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
-        LogprobsError: as ``token_statistics``, of the logits.
+        LogprobsError: ``k`` is outside its range, or as ``token_statistics``, of the logits.
 
     Example:
         >>> import torch
@@ -141,8 +139,6 @@ def logprobs_at(
         An id with the logit ``-inf`` has ``-inf`` and no gradient.
 
     Raises:
-        ShapeError: the shapes or widths contradict each other.
-        TargetError: an id is outside the vocabulary.
         LogprobsError: as ``token_statistics``, of the logits and of the ids as targets.
 
     Example:
@@ -195,9 +191,7 @@ def kept_logprobs(
         same on every rank that holds these tokens.
 
     Raises:
-        ShapeError: the rows are not as many as this rank's tokens, or widths contradict each other.
-        KeptTokensError: a kept id is outside the vocabulary.
-        LogprobsError: as ``token_statistics``, of the logits.
+        LogprobsError: as ``token_statistics``, of the logits and the kept tokens.
 
     Example:
         >>> import torch

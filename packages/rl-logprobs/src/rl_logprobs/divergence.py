@@ -1,26 +1,29 @@
-"""Divergence from a reference policy: over the full vocabulary, or estimated from the sampled tokens."""
+"""Divergence from a policy: over all ids, over a teacher's most probable, or estimated from the sampled tokens."""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from dataclasses import replace
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
-from rl_logprobs.kept_tokens.entries import kept_entries
+from rl_logprobs.kept_tokens.entries import KeptEntries, kept_divergence, kept_entries, kept_softmax
 from rl_logprobs.kept_tokens.kept_logits import kept_logits
 from rl_logprobs.kept_tokens.kept_sets import KeptTokens
-from rl_logprobs.kept_tokens.statistics import kept_divergence, kept_softmax
 from rl_logprobs.softmax.divergence import softmax_divergence
 from rl_logprobs.softmax.log2_scale import check_temperature
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabColumns, VocabShard, locate_logits
-from rl_logprobs.sources import LinearLogits, LogitSource, Source
-from rl_logprobs.targets import local_targets
-from rl_logprobs.tensors import require_same_device, statistics_dtype
-from rl_logprobs.topk_divergence import topk_divergence
+from rl_logprobs.sources import LinearLogits, LogitSource, Source, tokens_of
+from rl_logprobs.targets import Targets, local_targets
+from rl_logprobs.tensors import fails, require_same_device, statistics_dtype, wide_dtype
 
 KlEstimator = Literal["k1", "k2", "k3"]
+#: Sums of probabilities may exceed 1 by this much: log-probabilities of engines are rounded to 16 bits.
+ROUNDING = 0.02
 
 
 def kl_estimate(
@@ -59,10 +62,8 @@ def kl_estimate(
         ``gradient="unbiased"`` in ``logprobs`` alone).
 
     Raises:
-        ShapeError: the shapes differ.
-        DtypeError: one of them is not floating point.
-        OptionError: the estimator or the gradient is unknown, both ways to the right gradient are asked for, or the
-            devices differ.
+        LogprobsError: shapes, dtypes or devices do not fit, an option is unknown, or both ways to the right gradient
+            are asked for.
 
     Example:
         >>> import torch
@@ -78,14 +79,9 @@ def kl_estimate(
             raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
     require_same_device(logprobs=logprobs, reference_logprobs=reference_logprobs)
     ratio = reference_logprobs - logprobs
-    if estimator == "k1":
-        value = -ratio
-    elif estimator == "k2":
-        value = ratio.square() / 2
-    elif estimator == "k3":
-        value = ratio.expm1() - ratio
-    else:
+    if estimator not in get_args(KlEstimator):
         raise OptionError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+    value = divergence_of(ratio, estimator)
     if gradient not in ("estimator", "unbiased"):
         raise OptionError(f"gradient must be 'estimator' or 'unbiased', got {gradient!r}")
     if gradient == "unbiased":
@@ -96,6 +92,13 @@ def kl_estimate(
     if sampled_logprobs is None:
         return value
     return (logprobs - sampled_logprobs.detach()).exp() * value
+
+
+def divergence_of(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
+    """Return an estimate of ``KL(other || policy)`` from the log-ratios of policy and other, at the other's samples."""
+    if estimator == "k1":
+        return -log_ratio
+    return log_ratio.square() / 2 if estimator == "k2" else log_ratio.expm1() - log_ratio
 
 
 def token_kl(
@@ -127,11 +130,8 @@ def token_kl(
 
     Raises:
         ShapeError: the two hold different tokens or columns, or the mask does not fit them.
-        PlacementError: the vocabularies are sharded differently or over two mesh axes, or the logits are a partial sum.
-        DtypeError: the logits are not floating point.
-        OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
-        KeptTokensError: the kept set of a token that counts is empty, or contains an id outside the vocabulary.  All
-            errors are raised before any collective starts.
+        PlacementError: the vocabularies are sharded differently.
+        LogprobsError: as ``token_statistics``, before any collective starts.
 
     Example:
         >>> import torch
@@ -185,8 +185,7 @@ def token_divergence(
         beta: from 0 to 1.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
         teacher_temperature: the teacher's, by default the same.
-        mask: bool or integers of the student's leading shape, the full batch or this rank's part; 0 at tokens that do
-            not count (such as prompt and padding): value 0 and gradient 0, whatever their logits.
+        mask: as for ``token_kl``, of the student's leading shape.
         shard: of logits, for either side; :class:`LinearLogits` has its own.
         tail: with a teacher's ``k`` ids, the mass outside of them is one outcome more (TRL's ``loss_add_tail``).  False
             normalises both over the ``k`` ids.
@@ -219,7 +218,7 @@ def token_divergence(
     if isinstance(teacher, tuple):
         if teacher_temperature is not None:
             raise OptionError("log-probabilities of a teacher have its temperature: leave out teacher_temperature")
-        return topk_divergence(source, teacher, flat_temperature, ignored, beta, tail=tail)
+        return _topk_divergence(source, teacher, flat_temperature, ignored, beta, tail=tail)
     reference = _source(teacher, shard)
     if reference.vocab.vocab_size != source.vocab.vocab_size:
         raise ShapeError(
@@ -283,3 +282,101 @@ def _check_same_shard(policy: LocalLogits, reference: LocalLogits) -> None:
 def _described(shard: VocabColumns) -> str:
     where = "on one rank" if shard.group is None else f"over ranks {dist.get_process_group_ranks(shard.group)}"
     return f"columns {shard.start} to {shard.start + shard.width} of {shard.vocab_size} {where}"
+
+
+def _topk_divergence(
+    source: Source,
+    teacher: tuple[torch.Tensor, torch.Tensor],
+    temperature: float | torch.Tensor,
+    ignored: torch.Tensor,
+    beta: float,
+    *,
+    tail: bool,
+) -> torch.Tensor:
+    """Return the divergence over the teacher's ids, with ``tail`` also over all other ids as one outcome."""
+    # ``teacher`` has ids and log-probabilities, ``[..., k]``, of this rank's tokens or of the full batch. One
+    # collective forward for the logits of the ids, and with ``tail`` a second one for the student's partition sum.
+    ids, logprobs = (tokens_of(part, _tokens(part, source.tokens), source.tokens) for part in _checked(teacher))
+    k = ids.shape[-1]
+    possible = (logprobs != -math.inf) & ~ignored[..., None]
+    entries = _entries(ids, possible, ignored, source)
+    _check_logprobs(logprobs, possible, possible.any(-1) | ignored | bool(tail))
+    logits = source.entry_logits(entries)
+    dtype = statistics_dtype(torch.promote_types(logits.dtype, logprobs.dtype))
+    flat_temperature = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
+    s = (logits.view(-1, k).to(dtype) / flat_temperature).masked_fill(~possible.view(-1, k), -math.inf)
+    t = logprobs.detach().reshape(-1, k).to(dtype).masked_fill(~possible.view(-1, k), -math.inf)
+    if tail and k < source.vocab.vocab_size:
+        statistics = source.full_statistics(Targets(-ignored.long(), ignore_index=-1), SoftmaxOptions(temperature))
+        s, t = (_with_tail(part, ignored) for part in (s - statistics.logsumexp.to(dtype)[:, None], t))
+    s, t = (torch.log_softmax(part.masked_fill(ignored.reshape(-1, 1), 0), -1) for part in (s, t))
+    return _divergence(s, t, beta).masked_fill(ignored.reshape(-1), 0).view(ignored.shape)
+
+
+def _checked(teacher: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(teacher) != 2:
+        raise ShapeError(f"a teacher's top-k is (ids, logprobs), got {len(teacher)} values")
+    ids, logprobs = teacher
+    if not logprobs.is_floating_point():
+        raise DtypeError(f"the teacher's log-probabilities must be floating point, got {logprobs.dtype}")
+    if ids.shape != logprobs.shape or ids.dim() < 2 or ids.shape[-1] == 0:
+        raise ShapeError(
+            f"the teacher's ids and log-probabilities must both be [..., tokens, k], got {tuple(ids.shape)} and "
+            f"{tuple(logprobs.shape)}"
+        )
+    return ids, logprobs
+
+
+def _tokens(part: torch.Tensor, wanted: TokenSlice) -> TokenSlice:
+    leading = tuple(part.shape[:-1])
+    return wanted if leading == wanted.shape else TokenSlice.all_of(leading)
+
+
+def _entries(ids: torch.Tensor, possible: torch.Tensor, ignored: torch.Tensor, source: Source) -> KeptEntries:
+    require_same_device(ids=ids, tokens=ignored)
+    k = ids.shape[-1]
+    offsets = torch.arange(ignored.numel() + 1, device=ids.device) * k
+    # Ids of tokens that do not count may be anything; k different ids replace them.
+    filled = torch.where(ignored[..., None], torch.arange(k, device=ids.device), ids)
+    kept_tokens = KeptTokens(filled.reshape(-1), offsets)
+    tokens = TokenSlice.all_of(source.tokens.shape)
+    entries = kept_entries(kept_tokens, tokens, ignored, source.vocab.vocab_size)
+    return replace(entries, counted=entries.counted & possible.reshape(-1))
+
+
+def _check_logprobs(logprobs: torch.Tensor, possible: torch.Tensor, known: torch.Tensor) -> None:
+    total = logprobs.detach().to(wide_dtype(logprobs.device)).exp().where(possible, 0).sum(-1)
+    if fails(known.all(), "a teacher has no id with a probability at a token that counts"):
+        raise OptionError(
+            f"the teacher has no id with a probability at {int((~known).sum())} tokens that count; mask them, or count "
+            f"the rest of the vocabulary with tail=True"
+        )
+    if fails((total <= 1 + ROUNDING).all(), "the probabilities of a teacher's ids sum to more than 1"):
+        raise OptionError(
+            f"the probabilities of the teacher's ids sum to {total.max().item():.4g} at one token; give "
+            f"log-probabilities over the full vocabulary, not logits"
+        )
+
+
+def _with_tail(logprobs: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
+    """Append the logarithm of the remaining mass; the mass is at least the rounding error."""
+    mass = logprobs.masked_fill(ignored.reshape(-1, 1), -math.inf).exp().sum(-1, keepdim=True)
+    return torch.cat([logprobs, (1 - mass).clamp(min=torch.finfo(mass.dtype).eps).log()], -1)
+
+
+def _divergence(s: torch.Tensor, t: torch.Tensor, beta: float) -> torch.Tensor:
+    if beta == 0:
+        return _kl(t, s)
+    if beta == 1:
+        return _kl(s, t)
+    neither = (s == -math.inf) & (t == -math.inf)  # the logarithm of their sum has no gradient
+    s_part, t_part = s.masked_fill(neither, 0) + math.log1p(-beta), t.masked_fill(neither, 0) + math.log(beta)
+    mixture = torch.logaddexp(s_part, t_part)
+    return (1 - beta) * _kl(s, mixture) + beta * _kl(t, mixture)
+
+
+def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return ``KL(p || q)`` of log-probabilities over the last dim; outcomes without probability count nothing."""
+    possible = p != -math.inf
+    difference = p.masked_fill(~possible, 0) - q.masked_fill(~possible, 0)
+    return (p.exp() * difference).sum(-1)

@@ -36,15 +36,12 @@ def token_logprobs(
     One pass over the local logits and one collective forward, none backward; each rank gets the gradient of
     its own columns.  The logits keep their dtype, and no float32 copy of them is made.
 
-    The arguments are the same as of ``token_statistics``: ``[..., tokens, vocab]`` logits (plain, a DTensor that is
+    The arguments and errors are ``token_statistics``': ``[..., tokens, vocab]`` logits (plain, a DTensor that is
     sharded on the vocabulary, or a local shard), and targets of the logits' leading shape.
 
     Returns:
         This rank's tokens as a plain tensor of the logits' leading shape, float32 (float64 for float64 logits), the
         same on every rank that holds those tokens.
-
-    Raises:
-        LogprobsError: as ``token_statistics``, before any collective starts.
 
     Example:
         >>> import torch
@@ -177,14 +174,11 @@ def linear_token_logprobs(
     One collective forward; backward one more, for the hidden gradient.  A head that needs no gradient costs one more
     product forward and none backward.
 
-    The arguments are the same as of ``linear_token_statistics``: ``[..., tokens, features]`` hidden states, the head's
+    The arguments and errors are ``linear_token_statistics``': ``[..., tokens, features]`` hidden states, the head's
     ``[vocab, features]`` weight (plain, a DTensor, or a local shard), and targets of hidden's leading shape.
 
     Returns:
         Float32 (float64 for float64 inputs) of hidden's leading shape, after the gather of sharded tokens.
-
-    Raises:
-        LogprobsError: as ``linear_token_statistics``, before any collective starts.
 
     Example:
         >>> import torch
@@ -247,26 +241,19 @@ def linear_token_statistics(
         softcap: positive bound of the logits (Gemma 2).
         temperature: positive number, or positive tensor that broadcasts to this rank's targets.
         shard: which ids the rows of a local weight are, or how many ids are no padding; see ``VocabShard``.
-        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
-            position gets 0.
+        shift: as for ``token_statistics``.
         ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their hidden states.
-        kept_tokens: normalise over the ids that the sampler kept, one row per target; for the full batch, or for the
-            tokens that this rank has after the gather.  All statistics cover the kept ids.  Small sets read the kept
-            rows of the head and no others, large ones compute all logits of a few tokens at a time, whichever costs
-            less; only kept rows have a gradient.
+        kept_tokens: as for ``token_statistics``, for the tokens after the gather.  Small sets read the kept rows of the
+            head and no others, large ones compute all logits of a few tokens at a time, whichever costs less; only kept
+            rows have a gradient.
 
     Returns:
         The statistics.  All are differentiable except ``argmax``; ``target_rank`` is None.
 
     Raises:
-        ShapeError: the shapes or widths contradict each other.
         PlacementError: hidden is sharded on the features, the weight on another dim than its rows, or bias or
             targets are placed differently from weight or hidden.
-        DtypeError: hidden, weight or bias is not floating point, or the targets are not integers.
-        OptionError: an option is outside its range, or options contradict each other.
-        TargetError: a target is outside the vocabulary or its kept set.
-        KeptTokensError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors
-            are raised before any collective starts.
+        LogprobsError: as ``token_statistics``, of hidden, weight and bias in place of the logits.
 
     Example:
         >>> import torch

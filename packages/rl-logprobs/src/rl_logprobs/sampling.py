@@ -48,7 +48,6 @@ def sample_tokens(
         all are ``-inf``.  To check costs a host synchronisation and is left to the caller: ``(ids < 0).any()``.
 
     Raises:
-        OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
         LogprobsError: as ``token_statistics``, of the logits.
 
     Example:

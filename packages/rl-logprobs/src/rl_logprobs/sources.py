@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from rl_logprobs._torch_compat import all_gather_single
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
-from rl_logprobs.kept_tokens.entries import KeptEntries, kept_targets
+from rl_logprobs.kept_tokens.entries import KeptEntries, kept_statistics, kept_targets
 from rl_logprobs.kept_tokens.kept_logits import kept_linear_logits, kept_logits
 from rl_logprobs.kept_tokens.kept_sets import KeptTokens
-from rl_logprobs.kept_tokens.statistics import kept_statistics
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
 from rl_logprobs.softmax.backends import Backend, runs_triton
 from rl_logprobs.softmax.fused_linear import HeadReducer, LMHead, product_dtype
-from rl_logprobs.softmax.head_rows import head_rows, sharded_alike
 from rl_logprobs.softmax.log2_scale import TemperatureScale
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.tile_pair import Side
@@ -58,7 +58,7 @@ class LogitSource(LocalLogits):
             kernels = TritonLogits(self.vocab, targets.ignore_index, options, dtype, temperatures)
             return statistics_by(kernels, self.values, targets.ids.contiguous())
         reducer = LogitReducer(self.vocab, options, TemperatureScale.of(options.temperature, dtype))
-        return statistics_by(reducer, self.values, targets.flat_ids, targets.flat_ignored)
+        return statistics_by(reducer, self.values, targets.ids.reshape(-1), targets.ignored.reshape(-1))
 
     def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
         """Return the logits of kept entries."""
@@ -73,7 +73,7 @@ class LogitSource(LocalLogits):
         values, shard = tokens_of(self.values.detach(), self.tokens, tokens), self.vocab
         if shard.group is None:
             values = values[..., vocab.start : vocab.start + vocab.width]
-        elif not sharded_alike(shard, vocab):
+        elif not _sharded_alike(shard, vocab):
             raise PlacementError(
                 f"this rank holds the teacher's logits of ids {shard.start} to {shard.start + shard.width} over ranks "
                 f"{dist.get_process_group_ranks(shard.group)} and the student's of {vocab.start} to "
@@ -81,26 +81,6 @@ class LogitSource(LocalLogits):
                 f"full, or its hidden states and head as LinearLogits"
             )
         return Side((values,), vocab, temperature)
-
-
-class Head(Protocol):
-    """The result of ``fsdp_runtime.forward_with_lm_head``."""
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """``[vocab, features]``."""
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """``[vocab]`` or None."""
-
-    @property
-    def logit_scale(self) -> float:
-        """Factor on the products."""
-
-    @property
-    def softcap(self) -> float | None:
-        """Bound of the logits, or None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,16 +107,11 @@ class LinearLogits:
     shard: VocabShard | None = None
 
     @classmethod
-    def of(cls, hidden: torch.Tensor, head: Head, shard: VocabShard | None = None) -> LinearLogits:
+    def of(cls, hidden: torch.Tensor, head: Any, shard: VocabShard | None = None) -> LinearLogits:
         """Return the logits of a head with ``weight``, ``bias``, ``logit_scale`` and ``softcap``.
 
-        Args:
-            hidden: as the field.
-            head: as ``fsdp_runtime.forward_with_lm_head`` hands it to a function.
-            shard: as the field.
-
         Example:
-            Within ``forward_with_lm_head(model, function, tokens)``:
+            Within ``fsdp_runtime.forward_with_lm_head(model, function, tokens)``:
             ``def function(hidden, head): return token_divergence(LinearLogits.of(hidden, head), teacher)``.
         """
         return cls(hidden, head.weight, head.bias, head.logit_scale, head.softcap, shard)
@@ -154,7 +129,11 @@ class LinearLogits:
         if not math.isfinite(self.logit_scale):
             raise OptionError(f"logit_scale must be finite, got {self.logit_scale}")
         vocab = _locate_weight(self.weight, self.shard)
-        return HeadSource(self, _tokens_after_gather(self.hidden, vocab.group), vocab)
+        tokens = TokenSlice.all_of(self.hidden.shape[:-1])
+        if isinstance(self.hidden, DTensor):  # after the gather
+            vocab_dim = _vocab_mesh_dim(self.hidden, vocab.group)
+            tokens = token_slice(self.hidden, _gathered_placements(self.hidden, vocab_dim))
+        return HeadSource(self, tokens, vocab)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +171,7 @@ class HeadSource:
         states, _ = _gather_tokens(self.logits.hidden.detach(), self.vocab.group)
         states = tokens_of(states, self.tokens, tokens)
         parts = [part.detach() for part in self._local_head() if part is not None]
-        weight, *bias = head_rows(parts, self.vocab, vocab)
+        weight, *bias = _head_rows(parts, self.vocab, vocab)
         operands = states.reshape(-1, states.shape[-1]), weight, bias[0] if bias else None
         return Side(operands, vocab, temperature, self._head(vocab))
 
@@ -308,12 +287,6 @@ def _gathered_placements(hidden: DTensor, vocab_dim: int | None) -> list[Placeme
     return placements
 
 
-def _tokens_after_gather(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> TokenSlice:
-    if not isinstance(hidden, DTensor):
-        return TokenSlice.all_of(hidden.shape[:-1])
-    return token_slice(hidden, _gathered_placements(hidden, _vocab_mesh_dim(hidden, group)))
-
-
 def _gather_tokens(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, bool]:
     """Return hidden states of all tokens of the vocabulary's group, and whether their gradient needs an all-reduce."""
     # The gradient of gathered tokens is returned as a partial sum, which the backward pass of the gather
@@ -326,3 +299,69 @@ def _gather_tokens(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tup
         return hidden.redistribute(placements=placements).to_local(), True
     grad_placements = [Partial() if dim == vocab_dim else placement for dim, placement in enumerate(placements)]
     return hidden.redistribute(placements=placements).to_local(grad_placements=grad_placements), False
+
+
+def _head_rows(parts: Sequence[torch.Tensor], held: VocabColumns, wanted: VocabColumns) -> list[torch.Tensor]:
+    """Return the rows ``wanted`` of a weight (and a bias); this rank holds the rows ``held``."""
+    # Views if one rank holds all rows, the parts themselves if both have the same shards. Otherwise the ranks of the
+    # holder's group call together and send each other the wanted rows: one collective per part. An earlier collective
+    # sends a few integers, and the host waits for these.
+    if held.group is None:
+        return [part[wanted.start : wanted.start + wanted.width] for part in parts]
+    if _sharded_alike(held, wanted):
+        return list(parts)
+    rank, ranks = dist.get_rank(held.group), dist.get_world_size(held.group)
+    if rank < 0:
+        raise PlacementError(
+            f"the head is sharded over ranks {dist.get_process_group_ranks(held.group)}, and this rank is none of "
+            f"them; bring the head to the student's ranks"
+        )
+    extents = torch.tensor([held.start, held.width, wanted.start, wanted.width], device=parts[0].device)
+    gathered = extents.new_empty(ranks * 4)
+    all_gather_single(gathered, extents, held.group)
+    table = gathered.view(ranks, 4).tolist()
+    _check_disjoint([(start, start + width) for start, width, _, _ in table if width], held.vocab_size)
+    sent = [_overlap(held.start, held.width, *row[2:]) for row in table]
+    received = [_overlap(wanted.start, wanted.width, *row[:2]) for row in table]
+    order = sorted(range(ranks), key=lambda index: table[index][0])
+    return [_exchange(part, held, sent, received, order) for part in parts]
+
+
+def _exchange(
+    part: torch.Tensor,
+    held: VocabColumns,
+    sent: Sequence[tuple[int, int]],
+    received: Sequence[tuple[int, int]],
+    order: Sequence[int],
+) -> torch.Tensor:
+    """Send each rank its rows ``(start, length)``, and return the received ones in the ascending order of ids."""
+    received_rows = part.new_empty(sum(length for _, length in received), *part.shape[1:])
+    rows = torch.cat([part[start - held.start : start - held.start + length] for start, length in sent])
+    into, out_of = ([length for _, length in extents] for extents in (received, sent))
+    dist.all_to_all_single(received_rows, rows, into, out_of, group=held.group)
+    if order == sorted(order):
+        return received_rows
+    by_rank = torch.split(received_rows, into)
+    return torch.cat([by_rank[index] for index in order])
+
+
+def _sharded_alike(held: VocabColumns, wanted: VocabColumns) -> bool:
+    """Return whether both have the same shards; all ranks of a group get the same answer."""
+    if held.group is None or wanted.group is None:
+        return False
+    ranks = [dist.get_process_group_ranks(columns.group) for columns in (held, wanted)]
+    return ranks[0] == ranks[1] and (held.start, held.width) == (wanted.start, wanted.width)
+
+
+def _check_disjoint(ranges: Sequence[tuple[int, int]], vocab_size: int) -> None:
+    ends = [0, *(end for _, end in sorted(ranges))]
+    if [start for start, _ in sorted(ranges)] != ends[:-1] or ends[-1] != vocab_size:
+        raise PlacementError(
+            f"the ranks hold the head's rows {sorted(ranges)}, which are not each of {vocab_size} once; give "
+            f"VocabShard the right start"
+        )
+
+
+def _overlap(start: int, length: int, other_start: int, other_length: int) -> tuple[int, int]:
+    first = max(start, other_start)
+    return first, max(0, min(start + length, other_start + other_length) - first)

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 
+from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.errors import OptionError
 
 _accelerator_assumed: ContextVar[bool] = ContextVar("accelerator_assumed", default=False)
@@ -42,6 +43,14 @@ def require_same_device(**tensors: torch.Tensor | None) -> None:
     for name, tensor in named.items():
         if tensor.device != expected:
             raise OptionError(f"{name} and {first} are on {tensor.device} and {expected}; move {name}")
+
+
+def fails(valid: torch.Tensor, message: str) -> bool:
+    """Return whether a 0-d check is false on a CPU; an accelerator fails itself, without making the host wait."""
+    if valid.device.type == "cpu":
+        return not valid
+    assert_on_device(valid, message)
+    return False
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
-from rl_logprobs.softmax.partial_softmax import LogitGradient, SoftmaxOptions, TargetColumns, merge_all
+from rl_logprobs.softmax.partial_softmax import LogitGradient, SoftmaxOptions, TargetColumns, merge
 from rl_logprobs.softmax.torch_kernels import reduce_logits, write_gradient
 from rl_logprobs.tensors import statistics_dtype
 
@@ -27,6 +27,11 @@ def parts_of(logits, target, splits, scale, greater_than=None):
         columns = logits[:, start:stop]
         options = SoftmaxOptions(entropy=True, argmax=True)
         yield columns, places, reduce_logits(columns, places, scale, start, options, greater_than)
+
+
+def merge_all(parts, scale):
+    """The combination of a sequence of contributions."""
+    return merge(parts[0].unstack(torch.stack([part.stack() for part in parts])), scale)
 
 
 @settings(max_examples=150)

@@ -1,4 +1,8 @@
-"""The kept ids that count for this rank's tokens, checked."""
+"""The kept ids that count for this rank's tokens, checked; log-probabilities, entropy and divergence over them.
+
+Every rank has all kept logits, so that the statistics do not communicate.  They are computed in the widest dtype of the
+device, which costs little at a few entries per token.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
-from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.errors import KeptTokensError, OptionError, ShapeError, TargetError
 from rl_logprobs.kept_tokens.kept_sets import KeptTokens
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
+from rl_logprobs.softmax.vocab_parallel import TokenStatistics
 from rl_logprobs.softmax.vocab_shard import TokenSlice
 from rl_logprobs.targets import Targets
+from rl_logprobs.tensors import fails, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -75,16 +82,12 @@ def kept_entries(
 def _check(entries: KeptEntries, ignored: torch.Tensor, vocab_size: int) -> None:
     empty = ~ignored & (entries.offsets.diff() == 0)
     outside = entries.counted & (entries.ids >= vocab_size)
-    if empty.device.type != "cpu":
-        assert_on_device(~empty.any(), "the kept set of a scored token is empty")
-        assert_on_device(~outside.any(), f"a kept set contains an id outside [0, {vocab_size})")
-        return
-    if empty.any():
+    if fails(~empty.any(), "the kept set of a scored token is empty"):
         raise KeptTokensError(
             f"the kept sets of {int(empty.sum())} scored tokens are empty, the first of them at token "
             f"{int(empty.int().argmax())}; mark tokens that no sampler drew with ignore_index (or mask=0)"
         )
-    if outside.any():
+    if fails(~outside.any(), f"a kept set contains an id outside [0, {vocab_size})"):
         first = int(outside.int().argmax())
         raise KeptTokensError(
             f"{int(outside.sum())} kept ids are outside [0, {vocab_size}), the first is {entries.ids[first].item()} of "
@@ -100,15 +103,10 @@ class KeptTargets(NamedTuple):
     ignored: torch.Tensor  # ``[tokens]`` bool, true at tokens that are not scored
 
 
-def kept_targets(
-    kept_tokens: KeptTokens,
-    tokens: TokenSlice,
-    targets: Targets,
-    vocab_size: int,
-) -> KeptTargets:
+def kept_targets(kept_tokens: KeptTokens, tokens: TokenSlice, targets: Targets, vocab_size: int) -> KeptTargets:
     """Return this rank's targets with their entries; the other arguments are as for ``kept_entries``."""
     entries = kept_entries(kept_tokens, tokens, targets.ignored, vocab_size, shift=targets.shifted)
-    flat_targets, flat_ignored = targets.flat_ids, targets.flat_ignored
+    flat_targets, flat_ignored = targets.ids.reshape(-1), targets.ignored.reshape(-1)
     positions = entries.positions(flat_targets)
     if kept_tokens.missing_target == "error":
         _check_kept(entries, positions, flat_targets, flat_ignored)
@@ -117,9 +115,7 @@ def kept_targets(
 
 def _check_kept(entries: KeptEntries, positions: torch.Tensor, targets: torch.Tensor, ignored: torch.Tensor) -> None:
     missing = (positions == entries.ids.shape[0]) & ~ignored
-    if missing.device.type != "cpu":
-        assert_on_device(~missing.any(), "a target is outside its kept set")
-    elif missing.any():
+    if fails(~missing.any(), "a target is outside its kept set"):
         first = int(missing.int().argmax())
         kept_ids = entries.ids[entries.offsets[first] : entries.offsets[first + 1]].tolist()
         shown = ", ".join(map(str, kept_ids[:8])) + (", ..." if len(kept_ids) > 8 else "")
@@ -128,3 +124,71 @@ def _check_kept(entries: KeptEntries, positions: torch.Tensor, targets: torch.Te
             f"target {targets[first].item()} of token {first}, which kept {len(kept_ids)} ids: {shown}.  Rows follow "
             f"the targets (shifted with shift=True); missing_target='-inf' gives such targets -inf"
         )
+
+
+class KeptSoftmax(NamedTuple):
+    """A softmax over kept sets."""
+
+    exponents: torch.Tensor  # ``[entries]``, scaled logits relative to their token's largest; 0 if not ``possible``
+    weights: torch.Tensor  # ``[entries]``, ``exp(exponents)``; 0 where ``possible`` is false
+    possible: torch.Tensor  # ``[entries]`` bool, false at entries that do not count and at logits of ``-inf``
+    largest: torch.Tensor  # ``[tokens]``, the largest scaled logit
+    log_sum: torch.Tensor  # ``[tokens]``, the logarithm of the sum of weights
+
+
+def kept_softmax(
+    logits: torch.Tensor, entries: KeptEntries, ignored: torch.Tensor, temperature: float | torch.Tensor
+) -> KeptSoftmax:
+    """Return the softmax of kept logits ``[entries]`` divided by a temperature (a number, or one per token)."""
+    wide = wide_dtype(logits.device)
+    if isinstance(temperature, torch.Tensor):
+        scaled = logits.to(wide) / temperature.to(wide)[entries.rows]
+    else:
+        scaled = logits.to(wide) / temperature
+    possible = entries.counted & (scaled != -math.inf)
+    largest = entries.largest(scaled.detach().where(possible, -math.inf))
+    largest = largest.where(largest != -math.inf, 0)
+    exponents = (scaled - largest[entries.rows]).where(possible, 0)
+    weights = exponents.exp().where(possible, 0)
+    log_sum = entries.sums(weights).masked_fill(ignored, 1).log()
+    return KeptSoftmax(exponents, weights, possible, largest, log_sum)
+
+
+def kept_statistics(logits: torch.Tensor, targets: KeptTargets, options: SoftmaxOptions) -> TokenStatistics:
+    """Return statistics of the softmax over kept sets, ``[tokens]`` in the dtype of the logits ``[entries]``."""
+    entries, positions, ignored = targets
+    softmax = kept_softmax(logits, entries, ignored, options.temperature)
+
+    def finished(value: torch.Tensor) -> torch.Tensor:
+        return value.masked_fill(ignored, 0).to(logits.dtype)
+
+    at_target = functional.pad(softmax.exponents, (0, 1))[positions]
+    impossible = ~functional.pad(softmax.possible, (0, 1))[positions]
+    entropy = argmax = target_rank = None
+    if options.entropy:
+        mean_exponent = entries.sums(softmax.weights * softmax.exponents) * (-softmax.log_sum).exp()
+        entropy = finished(softmax.log_sum - mean_exponent)
+    if options.argmax:
+        is_largest = softmax.possible & (softmax.exponents == 0)
+        lowest = -entries.largest((-entries.ids).where(is_largest, torch.iinfo(torch.int64).min + 1))
+        argmax = lowest.masked_fill(ignored, 0)
+    if options.target_rank:
+        threshold = at_target.masked_fill(impossible, -math.inf)
+        greater = softmax.possible & (softmax.exponents > threshold[entries.rows])
+        target_rank = entries.sums(greater.to(at_target.dtype)).long().masked_fill(ignored, 0)
+    logprobs = finished((at_target - softmax.log_sum).masked_fill(impossible, -math.inf))
+    return TokenStatistics(logprobs, finished(softmax.largest + softmax.log_sum), entropy, argmax, target_rank)
+
+
+def kept_logprobs_of(softmax: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
+    """Return the log-probability of every entry, ``[entries]``; ``-inf`` where it is impossible."""
+    return (softmax.exponents - softmax.log_sum[entries.rows]).where(softmax.possible, -math.inf)
+
+
+def kept_divergence(policy: KeptSoftmax, reference: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
+    """Return ``KL(policy || reference)`` over the kept sets, ``[tokens]``; infinite where only the reference is 0."""
+    probability = policy.weights * (-policy.log_sum[entries.rows]).exp()
+    difference = policy.exponents - reference.exponents
+    one_sided = entries.largest((policy.possible & ~reference.possible).to(difference.dtype)) > 0
+    divergence = entries.sums(probability * difference) - policy.log_sum + reference.log_sum
+    return divergence.masked_fill(one_sided, math.inf)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,7 @@ def kept_logits(
     # One all-reduce of the entries. One rank holds each entry: sums with zeros are exact, so that the result has the
     # same bits for every number of ranks. The backward pass writes the gradients of this rank's columns without a
     # collective. Entries that do not count are 0 and have no gradient, whatever their logits.
-    kept: torch.Tensor = apply_function(_KeptLogits, logits, entries, shard, inplace_backward)
-    return kept
+    return cast(torch.Tensor, apply_function(_KeptLogits, logits, entries, shard, inplace_backward))
 
 
 def own_columns(entries: KeptEntries, shard: VocabColumns) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,29 +6,16 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.errors import DtypeError, KeptTokensError, OptionError, ShapeError
 from rl_logprobs.targets import require_ascending
-from rl_logprobs.tensors import is_integral, require_same_device
+from rl_logprobs.tensors import fails, is_integral, require_same_device
 
 #: The treatment of a target outside its kept set.
 Missing = Literal["error", "-inf"]
-
-
-class SamplingMask(Protocol):
-    """vLLM's result for a completion (``CompletionOutput.sampling_mask``, vllm-project/vllm#49577)."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The kept ids of all generated tokens, one after another."""
-
-    @property
-    def offsets(self) -> Sequence[int]:
-        """The start of each generated token's ids in ``token_ids``, and their number at the end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +131,7 @@ class KeptTokens:
     @classmethod
     def from_completions(
         cls,
-        masks: Sequence[SamplingMask | Sequence[Sequence[int]]],
+        masks: Sequence[Any],
         starts: Sequence[int],
         length: int,
         *,
@@ -153,9 +140,9 @@ class KeptTokens:
         """Return the kept tokens of a padded batch of prompts and completions, for token ids ``[batch, length]``.
 
         Args:
-            masks: per sequence the generator's output for its completion: vLLM's ``sampling_mask``
-                (``token_ids`` and ``offsets``, with ``return_sampling_mask`` of vLLM 0.28 and later), or one list of
-                ids per generated token (SGLang).
+            masks: per sequence the generator's output for its completion: vLLM's ``CompletionOutput.sampling_mask``
+                (``token_ids`` of all tokens, and the ``offsets`` of each token's ids, with ``return_sampling_mask`` of
+                vLLM 0.28 and later, vllm-project/vllm#49577), or one list of ids per generated token (SGLang).
             starts: the position of each sequence's first generated token in its row.
             length: tokens of a row, padding included.
             missing_target: see ``KeptTokens``.
@@ -225,9 +212,7 @@ class KeptTokens:
         require_same_device(kept_tokens=self.ids, rows=rows)
         rows = rows.reshape(-1)
         inside = ((rows >= 0) & (rows < self.num_tokens)).all()
-        if rows.device.type != "cpu":
-            assert_on_device(inside, f"a row is outside [0, {self.num_tokens})")
-        elif not inside:
+        if fails(inside, f"a row is outside [0, {self.num_tokens})"):
             raise ShapeError(f"rows must be in [0, {self.num_tokens}), got {rows.min().item()} to {rows.max().item()}")
         rows = rows.long()
         starts, counts = self.offsets[rows], self.offsets.diff()[rows]
@@ -271,9 +256,7 @@ class KeptTokens:
         ids = ids[by_row]
         twice = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])
         valid = ~twice.any() & (ids >= 0).all()
-        if ids.device.type != "cpu":
-            assert_on_device(valid, "a kept set contains an id twice, or a negative id")
-        elif not valid:
+        if fails(valid, "a kept set contains an id twice, or a negative id"):
             wrong = int(torch.cat([twice.new_zeros(1), twice]).logical_or(ids < 0).int().argmax())
             raise KeptTokensError(
                 f"the kept set of token {rows[wrong].item()} contains id {ids[wrong].item()}"
@@ -281,7 +264,7 @@ class KeptTokens:
             )
 
 
-def _flattened(mask: SamplingMask | Sequence[Sequence[int]], name: str) -> tuple[list[int], list[int]]:
+def _flattened(mask: Any, name: str) -> tuple[list[int], list[int]]:
     """Return all ids of a completion, and the number of ids of each token."""
     if isinstance(mask, Sequence):
         return _rows(mask, name)

@@ -85,11 +85,7 @@ def grad_norms(
         groups: as for ``grad_norm``.
 
     Returns:
-        For each name a plain 0-d tensor, float32 (float64 if any gradient is float64), on the device of the first
-        parameter.  The host does not wait for it.
-
-    Raises:
-        LogprobsError: as ``grad_norm``.
+        The norms by name, each as ``grad_norm`` returns and refuses it.
 
     Example:
         >>> import torch
@@ -123,9 +119,6 @@ def clip_grad_norm_(
         norm_type: order of the norm, positive, ``math.inf`` included.
         groups: as for ``grad_norm``.
         error_if_nonfinite: wait for the norm and raise if it is not finite.
-
-    Returns:
-        The norm before clipping, as ``grad_norm`` returns it.
 
     Raises:
         OptionError: ``max_norm`` is negative or NaN.
@@ -215,7 +208,6 @@ def _norm_and_parts(
     groups: Sequence[dist.ProcessGroup],
     error_if_nonfinite: bool,
 ) -> tuple[torch.Tensor, Collection[torch.Tensor]]:
-    """Return the norm of the parameters' gradients, and this rank's parts of them."""
     gradients = local_gradients(parameters)
     norm = _norms({"": parameters}, parameters, gradients, norm_type, groups)[""]
     if error_if_nonfinite and not norm.isfinite():

@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from rl_logprobs.divergence import divergence_of
 from rl_logprobs.errors import OptionError
 from rl_logprobs.policy.losses import MAX_LOG_RATIO
 from rl_logprobs.policy.sequences import Sequences, check_mask
@@ -154,11 +155,6 @@ def masked_log_ratio(mask: torch.Tensor, **logprobs: torch.Tensor) -> tuple[torc
     scored = check_mask(mask, **logprobs)
     policy, other = logprobs.values()
     return (policy - other).where(scored, 0), scored
-
-
-def divergence_of(log_ratio: torch.Tensor, statistic: Literal["k2", "k3"]) -> torch.Tensor:
-    """Return an estimate of ``KL(other || policy)`` from the log-ratios of policy and other, at the other's samples."""
-    return log_ratio.square() / 2 if statistic == "k2" else log_ratio.expm1() - log_ratio
 
 
 def _at_level(

@@ -81,9 +81,6 @@ def mean_weights(
         count: divide by this number of units instead of the units with a scored token, for example all sequences of a
             batch before filtering.
 
-    Returns:
-        The weights of the batch, for ``global_mean`` of each of its micro-batches.
-
     Raises:
         OptionError: an option is outside its range, options contradict each other, or one of several ranks gives no
             ``mesh``, ``group`` or ``gradient_divide_factor``.
@@ -100,7 +97,7 @@ def mean_weights(
         tensor(3.2500)
     """
     mask_list = [masks] if isinstance(masks, torch.Tensor) else list(masks)
-    _check_options(per, segments, gradient_divide_factor, length, count)
+    _check_options(per, segments, num_segments, gradient_divide_factor, length, count)
     if not mask_list:
         raise OptionError("mean_weights needs at least one mask; a rank without tokens passes a mask of zeros")
     segment_list = [segments] if isinstance(segments, torch.Tensor) else segments
@@ -108,8 +105,6 @@ def mean_weights(
         raise ShapeError(f"{len(mask_list)} masks and {len(segment_list)} segments; give one of each per micro-batch")
     if num_segments is not None:
         check_count("num_segments", num_segments)
-    if segment_list is None and num_segments is not None:
-        raise OptionError(f"num_segments is {num_segments} without segments: give both, or neither")
     require_same_device(**{f"masks[{index}]": mask for index, mask in enumerate(mask_list)})
     sparse = [mask.layout for mask in mask_list if mask.layout is not torch.strided]
     if sparse:
@@ -127,8 +122,6 @@ def mean_weights(
             segment_tokens += local.totals((mask != 0)[None])[0]
         _sum_over(segment_tokens, [*groups, cp_group])
         total = (segment_tokens > 0).sum().to(total.dtype)
-    elif segment_list is not None and num_segments is None:
-        raise OptionError("segments need num_segments, the number of sequences or groups of the whole batch")
     elif per == "token":
         for mask in mask_list:
             total += (mask != 0).sum()
@@ -251,6 +244,7 @@ def _groups(
 def _check_options(
     per: str,
     segments: torch.Tensor | Sequence[torch.Tensor] | None,
+    num_segments: int | None,
     gradient_divide_factor: float | None,
     length: float | None,
     count: float | None,
@@ -259,12 +253,11 @@ def _check_options(
         raise OptionError(f"per must be one of {', '.join(get_args(Per))}, got {per!r}")
     if per == "group" and segments is None:
         raise OptionError("per='group' needs segments, the group of each token")
+    if (segments is None) != (num_segments is None):
+        beside = "without" if segments is None else "with"
+        raise OptionError(f"num_segments is {num_segments} {beside} segments: give both, or neither")
     if length is not None and per != "sequence":
         raise OptionError(f"length replaces the tokens of a sequence: use it with per='sequence', not {per!r}")
-    for name, value in (
-        ("gradient_divide_factor", gradient_divide_factor),
-        ("length", length),
-        ("count", count),
-    ):
+    for name, value in (("gradient_divide_factor", gradient_divide_factor), ("length", length), ("count", count)):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise OptionError(f"{name} must be positive and finite, got {value}")

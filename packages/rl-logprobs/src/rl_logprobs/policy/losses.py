@@ -52,9 +52,6 @@ def ppo_loss(
         clip_high: the ratio's range ends at ``1 + clip_high``.
         dual_clip: bound of the ratio for negative advantages, greater than 1; None for no bound.
 
-    Returns:
-        The losses and where they are clipped.
-
     Raises:
         ShapeError: the shapes differ.
         DtypeError: the log-probabilities are not floating point.
@@ -102,9 +99,6 @@ def gspo_loss(
         segments: the sequence of each token, where rows are packed; by default each row is a sequence.
         num_segments: the number of sequences, with ``segments``.
         cp_group: the ranks that hold other tokens of the same sequences.
-
-    Returns:
-        The losses and where they are clipped.
 
     Raises:
         LogprobsError: as ``ppo_loss``; or segments are no integers, out of range, or without ``num_segments``.

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from rl_logprobs.divergence import divergence_of
 from rl_logprobs.errors import DtypeError, ShapeError
-from rl_logprobs.policy.corrections import divergence_of, masked_log_ratio
+from rl_logprobs.policy.corrections import masked_log_ratio
 from rl_logprobs.policy.losses import MAX_LOG_RATIO, PolicyLoss
 from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.tensors import require_same_device, wide_dtype
@@ -87,9 +88,7 @@ def ratio_metrics(
         Sums of this micro-batch.  Ratios are bounded by ``exp(+-20)``.
 
     Raises:
-        ShapeError: the shapes differ.
-        DtypeError: the log-probabilities are not floating point, or the weights are complex.
-        OptionError: the devices differ.
+        LogprobsError: shapes or devices differ, or a dtype is not as stated.
 
     Example:
         >>> import torch

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
-from rl_logprobs.tensors import is_integral, require_same_device, wide_dtype
+from rl_logprobs.tensors import fails, is_integral, require_same_device, wide_dtype
 
 
 def check_count(name: str, count: int) -> None:
@@ -59,9 +58,7 @@ class Sequences:
         require_same_device(mask=mask, segments=self.segments)
         segments = self.segments.long().where(mask, 0)
         valid = (segments >= 0) & (segments < self.num_segments)
-        if segments.device.type != "cpu":
-            assert_on_device(valid.all(), f"a segment is outside [0, {self.num_segments})")
-        elif not valid.all():
+        if fails(valid.all(), f"a segment is outside [0, {self.num_segments})"):
             raise ShapeError(f"segment {segments[~valid][0].item()} is outside [0, {self.num_segments})")
         return Sequences(segments, self.num_segments, self.cp_group)
 

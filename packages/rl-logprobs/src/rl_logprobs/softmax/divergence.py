@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -38,8 +38,7 @@ def softmax_divergence(student: Side, teacher: Side, ignored: torch.Tensor, beta
     # m)``. The ranks of the student's group call together.
     sides = replace(student, tensors=()), replace(teacher, tensors=())
     tensors = *student.tensors, *teacher.tensors
-    nats: torch.Tensor = apply_function(_Divergence, sides, len(student.tensors), ignored, beta, *tensors)
-    return nats
+    return cast(torch.Tensor, apply_function(_Divergence, sides, len(student.tensors), ignored, beta, *tensors))
 
 
 class _Totals(NamedTuple):
@@ -108,7 +107,6 @@ class _Divergence(torch.autograd.Function):
 def _side_gradients(
     pair: TilePair, needed: Sequence[bool], kind: int, totals: _Totals, d_divergence: torch.Tensor, share: float
 ) -> Gradients:
-    """Return the gradients of the tensors of ``p``."""
     if not any(needed):
         return (None,) * len(needed)
     numbers = _numbers(pair, kind, totals, d_divergence, share)
@@ -229,7 +227,6 @@ def _mixture(
 
 
 def _writer(pair: TilePair, totals: _Totals, kind: int, numbers: Sequence[torch.Tensor], share: float) -> TileGradient:
-    """Return the function that writes the gradient of a tile of ``p``'s logits."""
 
     def write(tile: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
         for part, y, v in pair.exponents(tile, pair.q.tile(span, cols), span, totals.p_max, totals.q_max):

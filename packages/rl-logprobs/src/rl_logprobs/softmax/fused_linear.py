@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rl_logprobs._torch_compat import add_product_, wide_product
 from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights, rescale_exponent
-from rl_logprobs.softmax.partial_softmax import PartialSoftmax, SoftmaxOptions, TargetColumns, merge_all
+from rl_logprobs.softmax.partial_softmax import PartialSoftmax, SoftmaxOptions, TargetColumns, merge
 from rl_logprobs.softmax.row_blocks import tile_indices
 from rl_logprobs.softmax.torch_kernels import reduce_logits, write_gradient
 from rl_logprobs.softmax.vocab_parallel import (
@@ -248,7 +248,6 @@ class HeadReducer:
     def _reduce_tiles(
         self, tiles: HeadTiles, targets: torch.Tensor, expected_rows: torch.Tensor | None
     ) -> PartialSoftmax:
-        """Reduce all tiles to this rank's contribution to the softmax."""
         start, no_logits = self.head.shard.start, tiles.hidden.new_empty(targets.shape[0], 0, dtype=tiles.dtype)
         no_columns = TargetColumns.locate(targets, tiles.ignored, 0, 0)
         empty = reduce_logits(no_logits, no_columns, self.scale, start, self.options)
@@ -260,7 +259,7 @@ class HeadReducer:
                 logits, scale = tiles.logits(rows, cols, weight), self.scale.slice_tokens(span)
                 tile = reduce_logits(logits, columns.slice_tokens(span), scale, first, self.options)
                 before = empty.unstack(running[:, span])
-                after = merge_all([before, tile.to(running.dtype)], scale)
+                after = merge(empty.unstack(torch.stack([running[:, span], tile.stack().to(running.dtype)])), scale)
                 if expected_rows is not None:
                     derivative = tiles.derivative(logits)
                     log2_weights(logits, tile.max_logit, scale, out=logits).exp2_()

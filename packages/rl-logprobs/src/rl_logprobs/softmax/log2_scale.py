@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.errors import OptionError, ShapeError
-from rl_logprobs.tensors import wide_dtype
+from rl_logprobs.tensors import fails, wide_dtype
 
 #: ``2**y`` of a lower exponent is 0 in float64 too; clamping to it keeps ``0 * -inf`` out of weighted sums.
 MIN_EXPONENT = -1e5
@@ -27,6 +26,7 @@ class TemperatureScale(NamedTuple):
     log2_factor: float | torch.Tensor
     ln_factor: float | torch.Tensor  # converts base-2 logarithms to nats and undoes the rounding of ``log2_factor``
     inv_temperature: float | torch.Tensor  # ``1 / T``
+    temperature: float | torch.Tensor  # ``T``
 
     @classmethod
     def of(cls, temperature: float | torch.Tensor, dtype: torch.dtype) -> TemperatureScale:
@@ -34,9 +34,9 @@ class TemperatureScale(NamedTuple):
         if isinstance(temperature, torch.Tensor):
             wide = temperature.to(wide_dtype(temperature.device))
             log2_factors = (math.log2(math.e) / wide).to(dtype)
-            return cls(log2_factors, 1 / (log2_factors.to(wide.dtype) * wide), 1 / wide)
+            return cls(log2_factors, 1 / (log2_factors.to(wide.dtype) * wide), 1 / wide, temperature)
         log2_factor = torch.tensor(math.log2(math.e) / temperature, dtype=dtype).item()
-        return cls(log2_factor, 1 / (log2_factor * temperature), 1 / temperature)
+        return cls(log2_factor, 1 / (log2_factor * temperature), 1 / temperature, temperature)
 
     def slice_tokens(self, span: slice) -> TemperatureScale:
         """Return the scale of the tokens in ``span``."""
@@ -58,9 +58,7 @@ def check_temperature(temperature: float | torch.Tensor, like: torch.Tensor) -> 
             f"temperature of shape {tuple(temperature.shape)} does not broadcast to the targets' {tuple(like.shape)}"
         ) from error
     valid = ((flat > 0) & flat.isfinite()).all()
-    if flat.device.type != "cpu":
-        assert_on_device(valid, "temperature must be positive and finite")
-    elif not valid:
+    if fails(valid, "temperature must be positive and finite"):
         raise OptionError(f"temperatures must be positive and finite, the least is {flat.min().item()}")
     return flat
 

@@ -10,7 +10,6 @@ Notation: see ``log2_scale``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,14 +81,7 @@ class PartialSoftmax(NamedTuple):
     def unstack(self, stacked: torch.Tensor) -> PartialSoftmax:
         """Invert ``stack`` for ``[..., fields, tokens]`` with the fields of this value."""
         values = iter(stacked.unbind(-2))
-        return PartialSoftmax(
-            max_logit=next(values),
-            sum_exp2=next(values),
-            target_logit=next(values),
-            weighted_sum=None if self.weighted_sum is None else next(values),
-            argmax=None if self.argmax is None else next(values),
-            num_greater=None if self.num_greater is None else next(values),
-        )
+        return PartialSoftmax(*(None if field is None else next(values) for field in self))  # type: ignore[arg-type]
 
 
 class LogitGradient(NamedTuple):
@@ -133,8 +125,3 @@ def merge(parts: PartialSoftmax, scale: TemperatureScale) -> PartialSoftmax:
         argmax=argmax,
         num_greater=None if parts.num_greater is None else parts.num_greater.sum(0),
     )
-
-
-def merge_all(parts: Sequence[PartialSoftmax], scale: TemperatureScale) -> PartialSoftmax:
-    """Combine a sequence of contributions, ``[tokens]`` per field."""
-    return merge(parts[0].unstack(torch.stack([part.stack() for part in parts])), scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,8 +86,6 @@ class TilePair:
     ignored: torch.Tensor
     shard: VocabColumns
     dtype: torch.dtype
-    p_temperature: float | torch.Tensor
-    q_temperature: float | torch.Tensor
 
     @property
     def on_triton(self) -> bool:
@@ -100,12 +98,11 @@ class TilePair:
         tiles = p.tiles(ignored, q), q.tiles(ignored, p)
         dtype = statistics_dtype(torch.promote_types(tiles[0].dtype, tiles[1].dtype))
         p_scale, q_scale = (TemperatureScale.of(side.temperature, dtype) for side in (p, q))
-        return cls(*tiles, p_scale, q_scale, ignored, p.shard, dtype, p.temperature, q.temperature)
+        return cls(*tiles, p_scale, q_scale, ignored, p.shard, dtype)
 
     def swapped(self) -> TilePair:
         """Return the pair with ``p`` and ``q`` exchanged."""
-        scales, temperatures = (self.q_scale, self.p_scale), (self.q_temperature, self.p_temperature)
-        return TilePair(self.q, self.p, *scales, self.ignored, self.shard, self.dtype, *temperatures)
+        return replace(self, p=self.q, q=self.p, p_scale=self.q_scale, q_scale=self.p_scale)
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
         """Yield tokens and columns of the tiles."""

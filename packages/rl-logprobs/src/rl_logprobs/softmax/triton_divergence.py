@@ -80,8 +80,8 @@ def _arguments(pair: TilePair, cols: slice, share: float) -> dict[str, Any]:
     arguments: dict[str, Any] = {"ignored": pair.ignored, "tokens": pair.ignored.numel()}
     shares = (share, 1 - share) if 0 < share < 1 else (1.0, 1.0)
     arguments.update(zip(("LOG2_SHARE", "LOG2_OTHER_SHARE"), map(math.log2, shares), strict=True))
-    for name, tiles, temperature in (("p", pair.p, pair.p_temperature), ("q", pair.q, pair.q_temperature)):
+    for name, tiles, scale in (("p", pair.p, pair.p_scale), ("q", pair.q, pair.q_scale)):
         head = head_map(tiles, cols) if isinstance(tiles, HeadTiles) else {}
-        for key, value in (head | temperatures_of(temperature, pair.ignored.device)).items():
+        for key, value in (head | temperatures_of(scale.temperature, pair.ignored.device)).items():
             arguments[f"{name.upper() if key.isupper() else name}_{key}"] = value
     return arguments

@@ -141,7 +141,7 @@ def vocab_mesh_dim(tensor: DTensor, dim: int) -> int | None:
 
 
 def columns_of_dtensor(tensor: DTensor, dim: int, shard: VocabShard | None) -> VocabColumns:
-    """Return the vocabulary ids of a DTensor's local shard along ``dim``, which ``vocab_mesh_dim`` must kept_tokens."""
+    """Return the vocabulary ids of a DTensor's local shard along ``dim``."""
     if shard is not None and shard.group is not None:
         raise OptionError("a DTensor has its own placements: leave the group out of the VocabShard")
     mesh_dim = vocab_mesh_dim(tensor, dim)
