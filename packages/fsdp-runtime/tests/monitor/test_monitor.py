@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp_runtime import OptionError
 from fsdp_runtime.errors import OtherRankError
 from fsdp_runtime.monitor import LostRankError, monitor_ranks
-from fsdp_runtime.monitor.heartbeat import FailureDetector, Heartbeat
+from fsdp_runtime.monitor.distributed import FailureDetector, Heartbeat
 from harness.pairwise import alternating_first
 from harness.ranks import RankError, RankPool, RanksFailed
 
