@@ -73,7 +73,8 @@ def require_same_setup(
     differing = [part for part in texts if len({digest[part] for digest in by_rank.values()}) > 1]
     if not differing:
         return connected
-    lines = _differences(all_gather_objects(ranks, {part: texts[part] for part in differing}), differing)
+    descriptions = all_gather_objects(ranks, {part: texts[part] for part in differing})
+    lines = [line for part in differing for line in _differences(part, descriptions)]
     if not lines:
         return connected
     of_model = any(line.startswith(("model", "module", "parameter", "buffer", "config")) for line in lines)
@@ -91,41 +92,31 @@ def _groups(*meshes: DeviceMesh | None) -> Iterator[ProcessGroup]:
                 yield group
 
 
-def _differences(by_rank: Mapping[int, Description], parts: Iterable[str]) -> list[str]:
-    """Return the differences of some parts, each with the ranks of every value."""
-    lines = []
-    for part in parts:
-        texts = {rank: description[part] for rank, description in sorted(by_rank.items())}
-        names = dict.fromkeys(name for entries in texts.values() for name in entries)
-        differing = [f"{part} {name}: {_ranks_by_value(name, texts)}" for name in names if _differs(name, texts)]
-        if not differing and (order := _order(texts)):
-            differing = [f"{part}s in another order: {order}"]
-        lines += differing
-    return lines
-
-
-def _differs(name: str, texts: Mapping[int, Mapping[str, str]]) -> bool:
-    values = {entries.get(name) for entries in texts.values()}
-    return len(values - {None} if name.endswith(_FILLED_IN) else values) > 1
-
-
-def _order(texts: Mapping[int, Mapping[str, str]]) -> str:
-    """Return the first difference in the order of names, empty where all ranks have the same order."""
+def _differences(part: str, by_rank: Mapping[int, Description]) -> Iterator[str]:
+    """Yield the differences of a part, each with the ranks of every value; or the first difference in the order."""
+    texts = {rank: description[part] for rank, description in sorted(by_rank.items())}
+    differs = False
+    for name in dict.fromkeys(name for entries in texts.values() for name in entries):
+        values = {rank: entries.get(name, "missing") for rank, entries in texts.items()}
+        if len(set(values.values()) - ({"missing"} if name.endswith(_FILLED_IN) else set())) > 1:
+            differs = True
+            yield f"{part} {name}: {_ranks_by_value(values)}"
+    if differs:
+        return
     # Shards of parameters are gathered in this order. Buffers and entries of a config are described in sorted order.
     on_all = set.intersection(*map(set, texts.values()))
     orders = ([name for name in entries if name in on_all] for entries in texts.values())
     for place, names in enumerate(zip(*orders, strict=True)):
         if len(set(names)) > 1:
-            by_place = {rank: {"": name} for rank, name in zip(texts, names, strict=True)}
-            return f"number {place} is {_ranks_by_value('', by_place)}"
-    return ""
+            yield f"{part}s in another order: number {place} is {_ranks_by_value(dict(zip(texts, names, strict=True)))}"
+            return
 
 
-def _ranks_by_value(name: str, texts: Mapping[int, Mapping[str, str]]) -> str:
-    """Return the values of a name with their ranks; long values start shortly before their first difference."""
+def _ranks_by_value(values: Mapping[int, str]) -> str:
+    """Return the values with their ranks; long values start shortly before their first difference."""
     ranks: dict[str, list[str]] = {}
-    for rank, entries in texts.items():
-        ranks.setdefault(entries.get(name, "missing"), []).append(str(rank))
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(str(rank))
     same = next((place for place, letters in enumerate(zip(*ranks, strict=False)) if len(set(letters)) > 1), _LEAD)
     start = max(0, same - _LEAD) if max(map(len, ranks)) > _LENGTH else 0
     return ", ".join(
