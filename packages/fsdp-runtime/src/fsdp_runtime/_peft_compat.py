@@ -41,13 +41,27 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def active_factors(wrapper: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Iterate over the active adapters of a wrapper: the two factors as stored, and the scaling."""
-    if wrapper.disable_adapters or wrapper.merged:
-        return
-    for name in wrapper.active_adapters:
-        if name in wrapper.lora_A:
-            yield wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, float(wrapper.scaling[name])
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """An active adapter of a layer, as stored."""
+
+    a: Tensor  # ``[rank, in]``
+    b: Tensor  # ``[out, rank]``
+    bias: Tensor | None
+    scaling: float
+    magnitude: Tensor | None  # DoRA's norms of the rows, ``[out]``
+
+
+def active_factors(wrapper: Any) -> Iterator[Factors]:
+    """Iterate over the active adapters of a wrapper with low-rank factors."""
+    for name in () if wrapper.disable_adapters or wrapper.merged else _active(wrapper):
+        b, norms = wrapper.lora_B[name], wrapper.lora_magnitude_vector
+        magnitude = norms[name].weight if name in norms else None
+        yield Factors(wrapper.lora_A[name].weight, b.weight, b.bias, float(wrapper.scaling[name]), magnitude)
+
+
+def _active(wrapper: Any) -> list[str]:
+    return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,19 +69,8 @@ class LinearInForce:
     """A linear layer, perhaps inside peft's wrappers, and the factors of its active adapters."""
 
     layer: Any  # has the weight ``[out, in]``, and the bias, if any
-    factors: tuple[HeadFactors, ...] = ()
+    factors: tuple[Factors, ...] = ()
     not_linear: str = ""  # the reason if the output is not a linear map of the input
-
-
-@dataclass(frozen=True, eq=False)
-class HeadFactors:
-    """An adapter of a linear layer."""
-
-    a: Tensor  # ``[rank, in]``
-    b: Tensor  # ``[out, rank]``
-    bias: Tensor | None
-    scaling: float
-    magnitude: Tensor | None  # DoRA's norms of the rows, ``[out]``
 
 
 def linear_in_force(module: Any) -> LinearInForce:
@@ -86,25 +89,15 @@ def linear_in_force(module: Any) -> LinearInForce:
         return replace(linear_in_force(next(iter(instead.values()))), not_linear="" if disabled else reason)
     if module.merged and disabled:
         return LinearInForce(module.base_layer, not_linear="its adapters are merged and disabled: unmerge them")
-    if module.merged or disabled:
-        return LinearInForce(module.base_layer)
-    names = [name for name in module.active_adapters if name in module.lora_A]
-    return LinearInForce(
-        module.base_layer, tuple(_head_factors(module, name) for name in names), _not_linear(module, names)
-    )
+    not_linear = "" if module.merged or disabled else _not_linear(module)
+    return LinearInForce(module.base_layer, tuple(active_factors(module)), not_linear)
 
 
-def _head_factors(wrapper: Any, name: str) -> HeadFactors:
-    b = wrapper.lora_B[name]
-    magnitude = wrapper.lora_magnitude_vector[name].weight if name in wrapper.lora_magnitude_vector else None
-    return HeadFactors(wrapper.lora_A[name].weight, b.weight, b.bias, float(wrapper.scaling[name]), magnitude)
-
-
-def _not_linear(wrapper: Any, names: list[str]) -> str:
+def _not_linear(wrapper: Any) -> str:
     """Return the reason why a layer with low-rank adapters is not one weight; ``""`` if it is."""
     if not isinstance(wrapper.base_layer, nn.Linear) or getattr(wrapper, "parameter_name", None) is not None:
         return f"peft adapts a {type(wrapper.base_layer).__name__} here"
-    for name in names:
+    for name in _active(wrapper):
         variant = wrapper.lora_variant.get(name)
         if variant is not None and type(variant).__name__ != "DoraLinearVariant":
             return f"peft's {type(variant).__name__} adapts it"
@@ -182,13 +175,12 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
     for path, module in model.named_modules():
         if _is_lora(module):
             layer: Any = module
-            active = [name for name in layer.active_adapters if name in layer.lora_A]
             base, parameter = layer.get_base_layer(), getattr(layer, "parameter_name", None)
             stacked = parameter is not None and getattr(base, parameter).ndim == 3
             yield LoraLayer(
                 path,
                 module,
-                {} if layer.disable_adapters else {name: float(layer.scaling[name]) for name in active},
+                {} if layer.disable_adapters else {name: float(layer.scaling[name]) for name in _active(layer)},
                 not is_out_first(layer) if stacked else bool(getattr(layer, "fan_in_fan_out", False)),
                 _odd(layer, base, parameter),
                 any(layer.lora_bias.values()),
@@ -296,16 +288,11 @@ def _odd(layer: Any, base: Any, parameter: str | None) -> str:
     if layer.merged:
         return "merged"
     if layer.lora_variant:
-        return ", ".join(dict.fromkeys(map(_variant, layer.lora_variant.values())))
+        names = dict.fromkeys(type(variant).__name__ for variant in layer.lora_variant.values())
+        return ", ".join(f"DoRA, peft's {n}: set use_dora=False" if n.startswith("Dora") else n for n in names)
     if parameter is None and not isinstance(base, nn.Linear):
         return f"on {type(base).__name__}"
     return ""
-
-
-def _variant(variant: Any) -> str:
-    """Return the name of a LoRA variant, and for DoRA the option that turns it off."""
-    name = type(variant).__name__
-    return f"DoRA, peft's {name}: set use_dora=False" if name.startswith("Dora") else name
 
 
 def places(model: nn.Module) -> Iterator[Place]:
@@ -349,12 +336,6 @@ def without_adapters(model: nn.Module) -> nn.Module:
         return copies[module]
 
     return bare(model)
-
-
-def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:
-    """Return the fields of an adapter's config."""
-    settings: dict[str, Any] = model.peft_config[adapter].to_dict()
-    return settings
 
 
 def adapter_file(

@@ -96,11 +96,11 @@ def _products(module: nn.Module, wrapper: Any, weight: Tensor) -> Iterator[_Prod
     if weight.shape[0] != experts:
         mesh = cast(Any, module).tp_mesh
         local = shard_ranges(experts, mesh.size())[mesh.get_local_rank()]
-    for stored_a, stored_b, scaling in active_factors(wrapper):
-        full_a, full_b = _full(stored_a), _full(stored_b)
+    for factors in active_factors(wrapper):
+        full_a, full_b = _full(factors.a), _full(factors.b)
         a = full_a.view(experts, -1, full_a.shape[-1])[local.start : local.stop].to(weight.dtype)
         b = full_b.view(full_b.shape[0], -1, experts)[..., local.start : local.stop].permute(2, 0, 1).to(weight.dtype)
-        yield ((b, a) if is_out_first(wrapper) else (a.transpose(1, 2), b.transpose(1, 2))), scaling
+        yield ((b, a) if is_out_first(wrapper) else (a.transpose(1, 2), b.transpose(1, 2))), factors.scaling
 
 
 def _full(factor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._peft_compat import HeadFactors, linear_in_force, unwrapped
+from fsdp_runtime._peft_compat import Factors, linear_in_force, unwrapped
 from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
@@ -282,7 +282,7 @@ def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _adapted(weight: Tensor, of_base: Tensor, factors: HeadFactors) -> Tensor:
+def _adapted(weight: Tensor, of_base: Tensor, factors: Factors) -> Tensor:
     """Return a weight with an adapter."""
     # DoRA scales the rows of the sum by constant norms: Liu et al., arXiv:2402.09353, section 4.3.
     product = factors.b @ _with_full_gradient(factors.a) * factors.scaling
