@@ -50,6 +50,16 @@ def _writes_wait(seconds: float = 60.0) -> Iterator[threading.Event]:
         SafetensorsWriter.fsync = fsync  # type: ignore[method-assign]
 
 
+def test_host_staging_waits_for_copies_that_fill_a_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append("accelerator"))
+    staging = async_saves.HostStaging()
+    staging._room["cuda"] = torch.empty(8, dtype=torch.uint8)
+    assert len(staging._take(8, "cuda")) == 8
+    staging.synchronize()
+    assert waits == ["accelerator"]
+
+
 @torch.no_grad()
 def _train(model: nn.Module) -> None:
     for parameter in model.parameters():

@@ -47,11 +47,10 @@ class HostStaging:
 
     def _take(self, nbytes: int, kind: str) -> Tensor:
         """Return unused host memory: at most ``nbytes``, at least one byte."""
-        room = self._room.pop(kind, None)
-        if room is None:
+        room = self._room.get(kind)
+        if room is None or not len(room):
             room = torch.empty(_SLAB, dtype=torch.uint8, pin_memory=kind != "cpu")
-        if len(room) > nbytes:
-            self._room[kind] = room[nbytes:]
+        self._room[kind] = room[nbytes:]
         return room[:nbytes]
 
 
@@ -84,7 +83,7 @@ class SaveFuture(Generic[T]):
     """
 
     def __init__(self, finish: Callable[[], T]) -> None:
-        self._future = ThreadPoolExecutor(1, "save").submit(_logged, finish)
+        self._future = ThreadPoolExecutor(1, "save").submit(finish)
 
     def done(self) -> bool:
         """Return whether the save has ended, with or without an error."""
@@ -93,14 +92,6 @@ class SaveFuture(Generic[T]):
     def wait(self) -> T:
         """Return the save's result once it has ended, or raise its error.  Not collective."""
         return self._future.result()
-
-
-def _logged(finish: Callable[[], T]) -> T:
-    try:
-        return finish()
-    except Exception:
-        logger.exception("an asynchronous save failed; earlier saves are unchanged")
-        raise
 
 
 def save_in_thread(
@@ -118,8 +109,12 @@ def save_in_thread(
     moved = resources.pop_all()
 
     def run() -> T:
-        with moved:
-            return finish(separate)
+        try:
+            with moved:
+                return finish(separate)
+        except Exception:
+            logger.exception("an asynchronous save failed; earlier saves are unchanged")
+            raise
 
     future = SaveFuture(run)
     _running[:] = [save for save in _running if not save.done()]
