@@ -19,7 +19,7 @@ from fsdp_runtime import parallelize, record_routes, save_weights, stream_weight
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.sharded.hashing import hash_bits
 from fsdp_runtime.sync import ModelShards, Quantization, WeightExport, digest
-from fsdp_runtime.sync.tensor_views import box_views
+from fsdp_runtime.sync.execute import box_views
 from harness import models
 from harness.parity import mesh_for
 from harness.ranks import RankPool

@@ -16,7 +16,7 @@ from fsdp_runtime import MeshSpec, load_weights, parallelize, save_weights, stre
 from fsdp_runtime.batching import pack, pack_tree
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.sync import digest
-from fsdp_runtime.sync.schedule import rounds_of, split_transfers, windows_of
+from fsdp_runtime.sync.execute import rounds_of, split_transfers, windows_of
 from growth.measure import Case
 from growth.models import llama
 from growth.transfers import RANKS, TENSORS, experts_on_ranks, mesh

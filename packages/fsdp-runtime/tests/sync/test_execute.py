@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tp_plans
 from fsdp_runtime import parallelize
 from fsdp_runtime.sync import ModelShards, WeightExport, WeightSyncError, execute_transfer
-from fsdp_runtime.sync.tensor_views import box_views
+from fsdp_runtime.sync.execute import box_views
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import mesh_for

@@ -120,12 +120,12 @@ def _kill(*_: Any) -> Any:
 
 def _kill_at_exchange(number: int) -> None:
     """Die in one of the rounds of full weights."""
-    count, run = iter(range(number)), execute.RankRounds.run
+    count, run = iter(range(number)), execute.run_round
 
     def run_or_die(*arguments: Any) -> None:
         run(*arguments) if next(count, None) is not None else _kill()
 
-    execute.RankRounds.run = run_or_die  # this process ends here
+    execute.run_round = run_or_die  # this process ends here
 
 
 def _live(rank: int, folder: Path, life: int, connection: Connection) -> None:

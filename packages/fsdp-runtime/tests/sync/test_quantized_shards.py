@@ -26,8 +26,8 @@ from fsdp_runtime.sync import (
     quantized_shards,
     verify_transfer,
 )
+from fsdp_runtime.sync.execute import box_views
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
-from fsdp_runtime.sync.tensor_views import box_views
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool

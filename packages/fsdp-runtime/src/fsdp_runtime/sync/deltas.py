@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sharded import WORDS
-from fsdp_runtime.sync.point_to_point import CHANGES, SIZES, PointToPoint
-from fsdp_runtime.sync.tensor_views import Sides
+from fsdp_runtime.sync.execute import Sides
+from fsdp_runtime.sync.groups import CHANGES, SIZES, PointToPoint
 from tp_plans.boxes import Box
-from tp_plans.transfer import BlockTransfer, TransferPlan
+from tp_plans.transfer import BlockTransfer
 
 HEADER_BYTES = 16
 
@@ -56,11 +56,6 @@ def apply_changes(records: Tensor, offset: int, target: Tensor) -> int:
         raise WeightSyncError(f"a record's {count} positions do not fit {len(flat)} elements: ask for a full update")
     flat[where] = values
     return end
-
-
-def end_of_record(records: Tensor, offset: int, itemsize: int) -> int:
-    """Return the offset after the record at ``offset``; its values have ``itemsize`` bytes."""
-    return _parsed(records, offset, itemsize)[-1]
 
 
 def _parsed(records: Tensor, offset: int, itemsize: int) -> tuple[int, int, int, int, int]:
@@ -125,8 +120,8 @@ class ArrivedChanges(NamedTuple):
 class Changes:
     """Sends and receives differences for this rank."""
 
-    def __init__(self, plan: TransferPlan, sides: Sides, peers: PointToPoint) -> None:
-        self._plan, self._sides, self._peers = plan, sides, peers
+    def __init__(self, sides: Sides, peers: PointToPoint) -> None:
+        self._sides, self._peers = sides, peers
         self._sent: dict[tuple[str, Box], Tensor] = {}
 
     def own(self) -> list[BlockTransfer]:
@@ -140,9 +135,7 @@ class Changes:
         for block in self.own():
             key = (block.tensor, block.box)
             if key not in records:
-                values = self._sides.empty(block)
-                self._sides.read(block, values)
-                records[key] = encode_changes(self._sent.get(key), values)
+                records[key] = encode_changes(self._sent.get(key), self._sides.read(block))
         return records
 
     def remember(self, records: Records) -> None:
@@ -152,8 +145,7 @@ class Changes:
             if key in records and key in self._sent:
                 apply_changes(records[key], 0, self._sent[key])
             else:
-                self._sent[key] = self._sides.empty(block)
-                self._sides.read(block, self._sent[key])
+                self._sent[key] = self._sides.read(block)
 
     def exchange(self, records: Records, transfers: Sequence[BlockTransfer]) -> ArrivedChanges:
         """Send this rank's records and relay received records, one relay step at a time."""
@@ -172,7 +164,7 @@ class Changes:
             for peer, run in runs.items():
                 offset = 0
                 for block in incoming[peer]:
-                    end = end_of_record(run, offset, self._plan.destination.tensors[block.tensor].itemsize)
+                    *_, end = _parsed(run, offset, self._sides.plan.destination.tensors[block.tensor].itemsize)
                     arrived[block.tensor, block.box] = run[offset:end]
                     offset = end
             known.update(arrived)
@@ -185,8 +177,7 @@ class Changes:
         for block in self._sides.transfers:
             key = (block.tensor, block.box)
             if block.destination == self._sides.rank and key in records and not block.is_local:
-                values = self._sides.empty(block)
-                self._sides.read_back(block, values)
+                values = self._sides.read(block, back=True)
                 apply_changes(records[key], 0, values)
                 self._sides.write(block, values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,9 +12,9 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sharded import ModelState, all_reduce_over, block_view, hash_box, inside, own_rank
+from fsdp_runtime.sync.execute import box_views, torch_dtype
 from fsdp_runtime.sync.groups import rank_in
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
-from fsdp_runtime.sync.tensor_views import box_views, torch_dtype
 from fsdp_runtime.weights import WeightExport
 from tp_plans.boxes import Box, box_shape
 from tp_plans.transfer import TransferLayout, TransferPlan, plan_cover
@@ -103,8 +104,7 @@ def verify_transfer(
     rank = rank_in(group)
     values = present_tensors(source)
     position = {name: index for index, name in enumerate(plan.destination.tensors)}
-    sent: dict[tuple[int, str], int] = {}
-    arrived: dict[tuple[int, str], int] = {}
+    sent, arrived = Counter[tuple[int, str]](), Counter[tuple[int, str]]()  # hashes by rank and tensor
     totals = torch.zeros(2, len(position), dtype=torch.int64)
     for transfer in plan.for_rank(rank, direct=True):
         if transfer.source != rank:
@@ -112,14 +112,13 @@ def verify_transfer(
         # If the destination stores an element in several tensors, the element counts once per tensor.
         for part, _ in plan.destination.within(transfer.destination, transfer.tensor, transfer.box):
             value = _hash(plan.source, rank, values, transfer.tensor, part)
-            key = (transfer.destination, transfer.tensor)
-            sent[key] = _wrap(sent.get(key, 0) + value)
+            sent[transfer.destination, transfer.tensor] += value
             totals[0, position[transfer.tensor]] += value
     for name in position:
         for block in plan.destination.stored(rank, name):
             view = block_view(destination or {}, name, block, block.box).to(torch_dtype(plan.destination, name))
             value = int(hash_box(view, plan.destination.tensors[name].shape, block.box))
-            arrived[rank, name] = _wrap(arrived.get((rank, name), 0) + value)
+            arrived[rank, name] += value
             totals[1, position[name]] += value
     totals = all_reduce_over(_groups(group), totals.view(-1), dist.ReduceOp.SUM).view_as(totals)
     differing = [name for name, index in position.items() if totals[0, index] != totals[1, index]]
@@ -140,17 +139,15 @@ def _describe(
     if _groups(group):
         gathered = [own] * dist.get_world_size(group)
         dist.all_gather_object(gathered, own, group=group)
-    expected: dict[tuple[int, str], int] = {}
-    for part, _ in gathered:
-        for key, value in part.items():
-            expected[key] = _wrap(expected.get(key, 0) + value)
-    digests = {key: value for _, part in gathered for key, value in part.items()}
-    lines = []
-    for name in differing:
-        ranks = [
-            rank for (rank, other), value in digests.items() if other == name and value != expected.get((rank, name))
-        ]
-        lines.append(f"  {name}: on ranks {', '.join(map(str, sorted(ranks)))}")
+    excess = Counter[tuple[int, str]]()  # of arrived hashes over sent hashes
+    for rank_sent, rank_arrived in gathered:
+        excess.update(rank_arrived)
+        excess.subtract(rank_sent)
+    ranks = {key for _, part in gathered for key in part if excess[key] % 2**64}  # torch's sums wrap around
+    lines = [
+        f"  {name}: on ranks {', '.join(str(rank) for rank, other in sorted(ranks) if other == name)}"
+        for name in differing
+    ]
     return (
         f"{len(differing)} tensors differ between the trainer and the engine:\n" + "\n".join(lines) + "\nthe trainer "
         "changed them later, the transfer is incomplete, or the engine overwrote them: transfer in full again"
@@ -184,8 +181,3 @@ def _hash(layout: TransferLayout, rank: int, local: Mapping[str, Tensor], name: 
 def _groups(group: ProcessGroup | None) -> Sequence[ProcessGroup]:
     chosen = dist.group.WORLD if group is None else group
     return [] if chosen is None else [chosen]
-
-
-def _wrap(value: int) -> int:
-    """Wrap a number to signed 64 bits, as torch's sums do."""
-    return (value + 2**63) % 2**64 - 2**63

@@ -1,8 +1,7 @@
 """A sharded model's weights for vLLM's trainer engines: full tensors, or local shards with placements.
 
 vLLM 0.32 calls ``metadata()`` and iterates over the source; 0.33 reads ``metadata`` and calls ``iter_full()`` or
-``iter_local()``.  One class serves both.  Without vLLM, or with an older vLLM, the class has no base
-class: only vLLM needs the base class.
+``iter_local()``.  One class serves both.  Without vLLM, or with an older one, the class has no base class.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class WeightSource(_Base):
             ``quantize``, only full tensors are available.
 
     Raises:
-        ConversionError: the model's tensors differ from its class's tensors, or are quantized.
-        OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
+        ConversionError, OptionError: as :class:`WeightExport`.
 
     Example:
         >>> from torch import nn
@@ -203,17 +201,11 @@ def mesh_placement(layout: TransferLayout, tensor: str, world_size: int) -> Mesh
     boxes = [blocks[rank] for rank in range(world_size)]
     if len({box_shape(box) for box in boxes}) > 1 or not volume(boxes[0]):  # vLLM's placements cut equal parts
         return None
-    for candidate in _candidates(len(shape), world_size):
-        layouts = [Replicate() if dim is None else Shard(dim) for dim in candidate.dims]
-        is_sharded = any(dim is not None for dim in candidate.dims)
-        if is_sharded and mesh_boxes(shape, candidate.mesh_shape, layouts) == boxes:
-            return candidate
-    return None
-
-
-def _candidates(rank: int, world_size: int) -> Iterator[MeshPlacement]:
-    """Every placement over one or two axes; vLLM's shard transports read only these."""
     outer_sizes = (outer for outer in range(2, world_size) if world_size % outer == 0)
+    # vLLM's shard transports read only one or two axes.
     for sizes in (*((outer, world_size // outer) for outer in outer_sizes), (world_size,)):
-        for dims in itertools.product((None, *range(rank)), repeat=len(sizes)):
-            yield MeshPlacement(sizes, dims)
+        for dims in itertools.product((None, *range(len(shape))), repeat=len(sizes)):
+            layouts = [Replicate() if dim is None else Shard(dim) for dim in dims]
+            if {*dims} != {None} and mesh_boxes(shape, sizes, layouts) == boxes:
+                return MeshPlacement(sizes, dims)
+    return None

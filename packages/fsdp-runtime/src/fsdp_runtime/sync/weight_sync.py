@@ -14,12 +14,9 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sync.deltas import ArrivedChanges, Changes
-from fsdp_runtime.sync.execute import run_rounds
-from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
+from fsdp_runtime.sync.execute import Sides, box_views, rounds_of, run_rounds, split_transfers, windows_of
+from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, Handshake, PointToPoint, rank_in
 from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.sync.point_to_point import Handshake, PointToPoint
-from fsdp_runtime.sync.schedule import rounds_of, split_transfers, windows_of
-from fsdp_runtime.sync.tensor_views import Sides, box_views
 from fsdp_runtime.weights import DEFAULT_BUCKET_BYTES
 from tp_plans.boxes import Box
 from tp_plans.transfer import TransferPlan
@@ -115,8 +112,9 @@ class WeightSync:
         peers = PointToPoint(self._rank, group, timeout)
         self._handshake = Handshake(plan.ranks or (self._rank,), peers, self._sides.device)
         self._fingerprint = plan.fingerprint()
+        self._receivers = [rank for rank in plan.receivers if plan.bytes_received(rank)]  # of weights of other ranks
         self._chain, self._version, self._is_broken = 0, NO_VERSION, False
-        self._changes, self._peers = Changes(plan, self._sides, peers), peers
+        self._changes, self._peers = Changes(self._sides, peers), peers
         direct = [plan.for_rank(self._rank, direct=True)] if plan.relay else []  # if only some ranks receive in full
         self._windows = max(
             windows_of(plan, split_transfers(plan, transfers, bucket_bytes), bucket_bytes)
@@ -129,12 +127,10 @@ class WeightSync:
         return self._version
 
     def versions(self) -> dict[int, int]:
-        """Read back the version of each destination rank, equal on every rank.  Collective over the plan's ranks.
+        """Read back the version of each destination rank, on every rank.  Collective over the plan's ranks.
 
-        A rank without a version of this source, such as a restarted rank, has -1.
-
-        Raises:
-            WeightSyncError: a rank did not take part in time.
+        A rank without a version of this source, such as a restarted rank, has -1.  :class:`WeightSyncError` is raised
+        if a rank does not take part in time.
         """
         states = self._states(self._version, {}, self._chain)
         chains = {state.chain for state in states.values() if state.is_source} - {0}
@@ -189,20 +185,20 @@ class WeightSync:
         """This rank's transfers with other ranks: transfers of full weights, and transfers of differences."""
         # Ranks relay received data. If some ranks receive full weights and other ranks differences, no rank relays: all
         # ranks receive from the source ranks.
-        are_mixed = 0 < len(full_ranks) < len(self._remote_receivers())
-        own = self._plan.for_rank(self._rank, direct=True) if are_mixed else self._sides.transfers
-        chosen = {*full_ranks}
-        full, changes = (
-            self._plan.part(each for each in own if not each.is_local and (each.destination in chosen) is is_full)
-            for is_full in (True, False)
-        )
-        return full, changes
+        are_mixed = 0 < len(full_ranks) < len(self._receivers)
+        transfers = self._plan.for_rank(self._rank, direct=True) if are_mixed else self._sides.transfers
+        remote = [transfer for transfer in transfers if not transfer.is_local]
+        full = self._plan.part(transfer for transfer in remote if transfer.destination in full_ranks)
+        return full, self._plan.part(transfer for transfer in remote if transfer.destination not in full_ranks)
 
     def _stage(self, full: TransferPlan) -> dict[str, Tensor]:
         """Host tensors for the full weights that this rank receives."""
-        own = [each for each in full.transfers if each.destination == self._rank]
-        blocks = (block for each in own for _, block in full.destination.within(self._rank, each.tensor, each.box))
-        names = {block.local for block in blocks}
+        names = {
+            block.local
+            for transfer in full.transfers
+            if transfer.destination == self._rank
+            for _, block in full.destination.within(self._rank, transfer.tensor, transfer.box)
+        }
         return {name: torch.empty_like(self._sides.destination[name], device="cpu") for name in names}
 
     def _receive(self, full: TransferPlan, target: Mapping[str, Tensor], windows: int) -> None:
@@ -215,7 +211,7 @@ class WeightSync:
         """Write received weights, and this rank's local copies, to the destination."""
         for each in split_transfers(self._plan, self._sides.transfers, self._bucket_bytes):
             if each.is_local:
-                self._sides.copy(each)
+                self._sides.write(each, self._sides.read(each))
         for each in full.transfers if self._staged else ():
             if each.destination == self._rank:
                 staged = box_views(self._plan.destination, self._rank, arrived, each.tensor, each.box)
@@ -240,20 +236,15 @@ class WeightSync:
             )
         return states
 
-    def _remote_receivers(self) -> list[int]:
-        """The destination ranks that receive weights from other ranks."""
-        return [rank for rank in self._plan.receivers if self._plan.bytes_received(rank)]
-
     def _full_ranks(self, states: Mapping[int, _State]) -> tuple[int, ...]:
         """The destination ranks without the sources' last version: they need full weights."""
-        destinations = self._remote_receivers()
         sources = [state for state in states.values() if state.is_source]
         known = {(state.chain, state.version) for state in sources}
         wire_bytes = sum(state.record_bytes for state in sources)
         is_known = self._delta and len(known) == 1 and all(chain for chain, _ in known)
         if not is_known or wire_bytes >= self._plan.bytes_wanted:
-            return tuple(destinations)
-        return tuple(r for r in destinations if (states[r].chain, states[r].version) not in known)
+            return tuple(self._receivers)
+        return tuple(rank for rank in self._receivers if (states[rank].chain, states[rank].version) not in known)
 
 
 def _require_versions(states: Mapping[int, _State], version: int) -> None:

@@ -117,7 +117,7 @@ class WeightTransfer:
             self._engine, self._source = None, _HostWeights(pairs)
         if self._restarted():
             self._engine = None
-        self._send(self._next_version(None), sender=True)
+        self._send(None, sender=True)
 
     def send(self, model: nn.Module, version: int | None = None) -> None:
         """Send a sharded model's weights; collective over the world: rank 0 talks to the server, and all ranks raise.
@@ -134,7 +134,7 @@ class WeightTransfer:
             self._engine = None
         if self._source is None:
             self._source = _Source(model, export=self._export)
-        on_every_rank(lambda: self._send(self._next_version(version), sender=sender), self._group)
+        on_every_rank(lambda: self._send(version, sender=sender), self._group)
 
     def destroy(self) -> None:
         """Leave the group with the server's workers."""
@@ -143,11 +143,9 @@ class WeightTransfer:
         if close is not None:
             self._bounded(close, "leave the group with the server's workers")
 
-    def _next_version(self, version: int | None) -> str:
+    def _send(self, number: int | None, *, sender: bool) -> None:
         last = -1 if self._version is None else int(self._version)
-        return str(last + 1 if version is None else version)
-
-    def _send(self, version: str, *, sender: bool) -> None:
+        version = str(last + 1 if number is None else number)
         try:
             self._bounded(lambda: self._transfer(version), f"update to version {version}")
             self._version = version

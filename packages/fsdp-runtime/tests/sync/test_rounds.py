@@ -17,16 +17,18 @@ import tp_plans
 from fsdp_runtime import OptionError
 from fsdp_runtime.sharded.chunks import Chunk, inside
 from fsdp_runtime.sharded.rank_boxes import stored_part
-from fsdp_runtime.sync.schedule import (
+from fsdp_runtime.sync.execute import (
     Message,
     Round,
+    Sides,
     aligned,
+    box_views,
     fits_in_one_round,
+    message_values,
     rounds_of,
     split_transfers,
     windows_of,
 )
-from fsdp_runtime.sync.tensor_views import Sides, box_views, message_values
 from tp_plans import Replicate, Shard
 from tp_plans.boxes import StridedShard
 from tp_plans.transfer import CheckpointTensor, EngineSize, TransferLayout, TransferPlan
@@ -112,7 +114,7 @@ def test_schedule_fills_every_destination_within_a_bucket_per_rank(plan: Transfe
     received = dict.fromkeys(plan.ranks, 0)
     for each in split_transfers(plan, plan.transfers, bucket):
         if each.is_local:
-            sides[each.source].copy(each)
+            sides[each.source].write(each, sides[each.source].read(each))
     own = {rank: split_transfers(plan, plan.for_rank(rank), bucket) for rank in plan.ranks}
     windows = max(windows_of(plan, each, bucket) for each in own.values())
     rounds = {rank: rounds_of(plan, each, windows) for rank, each in own.items()}
