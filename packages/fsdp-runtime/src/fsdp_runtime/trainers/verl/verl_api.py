@@ -20,7 +20,13 @@ from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFM
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
-from verl.workers.engine.utils import enable_full_determinism, postprocess_batch_func, prepare_micro_batches
+from verl.workers.engine.utils import (
+    enable_full_determinism,
+    hf_delta_export,
+    postprocess_batch_func,
+    prepare_micro_batches,
+    prime_delta_snapshots,
+)
 
 #: Called functions of verl 0.9.1, by module.
 _USED = {
@@ -30,9 +36,11 @@ _USED = {
     """,
     "verl.workers.engine.utils": """
         enable_full_determinism(seed)
+        hf_delta_export(gen, snaps, entry_fn)
         postprocess_batch_func(output_lst, indices, data)
         prepare_micro_batches(data, dp_group, num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch,
             use_dynamic_bsz_balance)
+        prime_delta_snapshots(gen, snaps, pin)
     """,
     "verl.workers.engine.spec": """
         ShardSpec.__init__(self, full_shape, mesh, placements, place, gather_group, contributes, to_hf_chunk, hf_slots)
