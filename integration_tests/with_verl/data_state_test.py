@@ -14,7 +14,7 @@ pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it take
 from torchdata.stateful_dataloader import StatefulDataLoader  # after the check
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.trainers.verl.data_state import deal_anew
+from fsdp_runtime.trainers.verl.checkpoints import deal_anew
 
 ROWS, BATCH = 50, 8
 

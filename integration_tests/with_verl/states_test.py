@@ -186,7 +186,7 @@ def test_routes_of_a_rollout_lack_each_last_token(
 
 
 def test_which_forwards_record_and_which_replay() -> None:
-    from fsdp_runtime.trainers.verl.replay import way_of
+    from fsdp_runtime.trainers.verl.rows import way_of
 
     old, update = {"forward_only": True, "has_loss": False}, {"forward_only": False, "has_loss": True}
     assert [way_of("R2", **each, asked=None) for each in (old, update)] == ["record", "replay"]

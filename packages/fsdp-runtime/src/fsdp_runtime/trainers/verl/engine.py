@@ -6,6 +6,7 @@ verl moves parameters, gradients and optimizer state to the host between phases.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime import no_sync, offload, onload, stream_weights, submesh
@@ -22,13 +24,11 @@ from fsdp_runtime.steps.pipeline.schedule import run_stages
 from fsdp_runtime.sync import require_servable
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.stages import without_media
-from fsdp_runtime.trainers.verl import export, verl_api
-from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
+from fsdp_runtime.trainers.verl import checkpoints, export, verl_api
 from fsdp_runtime.trainers.verl.config import check_configs, to_dtype
 from fsdp_runtime.trainers.verl.micro_batches import cut, vocabulary_of
 from fsdp_runtime.trainers.verl.model import build_module, optimizer_of, parallelized, scheduler_of, trained_parameters
-from fsdp_runtime.trainers.verl.replay import nested_routes, recorded_or_replayed, way_of
-from fsdp_runtime.trainers.verl.rows import Rows, idle_rows, rows_of
+from fsdp_runtime.trainers.verl.rows import Rows, idle_rows, nested_routes, recorded_or_replayed, rows_of, way_of
 from fsdp_runtime.trainers.verl.scores import TokenScores, TokenValues
 
 logger = logging.getLogger(__name__)
@@ -60,24 +60,19 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        """Whether parameters are on the host between phases."""
         return bool(self.engine_config.param_offload) and not self.engine_config.offload_policy
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        """Whether the optimizer's state is on the host between phases."""
         return bool(self.engine_config.optimizer_offload) and not self.engine_config.offload_policy
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's index among ranks that read different samples."""
         return self._dp.get_local_rank()
 
     def get_data_parallel_size(self) -> int:
-        """The number of ranks that read different samples."""
         return self._dp.size()
 
     def get_data_parallel_group(self) -> Any:
-        """The group of ranks that read different samples."""
         return self._dp.get_group()
 
     def is_mp_src_rank_with_outputs(self) -> bool:
@@ -97,28 +92,18 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
             self.optimizer = optimizer_of(self.module, self.optimizer_config)
             self.lr_scheduler = scheduler_of(self.optimizer, self.optimizer_config)
         self._away = set()
-        self._checkpoints = Checkpoints(
-            self.module,
-            self.optimizer,
-            self.lr_scheduler,
-            self.model_config,
-            self.checkpoint_config,
-            dp=self.get_data_parallel_size(),
-        )
+        self._saved: list[Path] = []
         self._scores = self.scorer(self.module)
         offloads, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
         self.to("cpu", model=offloads, optimizer=optimizer, grad=offloads)
 
     def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return the context of training: parts on the device, ``module.train()``."""
         return _Mode(self, "train", **kwargs)
 
     def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return the context of evaluation: parameters on the device, ``module.eval()``."""
         return _Mode(self, "eval", **kwargs)
 
     def optimizer_zero_grad(self) -> None:
-        """Clear gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
@@ -216,7 +201,6 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
     def _forward(
         self, micro_batch: Any, rows: Rows, loss_function: Any, forward_only: bool
     ) -> tuple[Any, dict[str, Any]]:
-        """Run one micro-batch and its loss."""
         micro_batch = micro_batch.to(verl_api.get_device_id())
         asked = verl_api.tensordict_utils.get_non_tensor_data(micro_batch, "enable_routing_replay", None)
         way = way_of(
@@ -308,7 +292,6 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         return self._streamed(self._own_shards().specs()), None
 
     def prime_delta_snapshots(self) -> None:
-        """Take the present weights as the rollout's weights."""
         with self._present("parameters", "buffers"):
             self._own_shards().remember()
 
@@ -329,10 +312,16 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save the contents that the checkpoint config lists.  Collective."""
+        """Save the contents that the checkpoint config lists; keep this engine's newest folders.  Collective."""
         _require_no_hdfs(hdfs_path)
+        folder = Path(local_path)
         with self._present("parameters", "buffers", "optimizer"):
-            self._checkpoints.save(Path(local_path), step=global_step, keep=max_ckpt_to_keep)
+            checkpoints.save(self, folder, step=global_step)
+        if dist.get_rank() == 0:
+            self._saved = [*(saved for saved in self._saved if saved != folder), folder]
+            while max_ckpt_to_keep and len(self._saved) > max_ckpt_to_keep:
+                shutil.rmtree(self._saved.pop(0), ignore_errors=True)
+        dist.barrier()
 
     @first_rank_speaks()
     def load_checkpoint(
@@ -343,19 +332,16 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
             return
         _require_no_hdfs(hdfs_path)
         with self._present("parameters", "buffers", "optimizer"):
-            self._checkpoints.load(Path(local_path))
+            checkpoints.load(self, Path(local_path))
         if del_local_after_load:
             logger.warning("del_local_after_load: %s is kept; remove it when no job needs it", local_path)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """Disable the adapter inside: the base model is the reference of a policy with an adapter."""
-        if not hasattr(self.module, "peft_config"):
-            yield
-            return
-        self._adapter_is_off = True
+        self._adapter_is_off = hasattr(self.module, "peft_config")
         try:
-            with self.module.disable_adapter():
+            with self.module.disable_adapter() if self._adapter_is_off else nullcontext():
                 yield
         finally:
             self._adapter_is_off = False

@@ -1,27 +1,31 @@
-"""verl's nested micro-batches as a model's inputs, and values of tokens back in verl's form.
+"""verl's nested micro-batches as a model's inputs, and values and routes of tokens back in verl's form.
 
 ``log_probs[t]`` of verl is the log-probability of token ``t + 1``.  The last value of a sample has no next token and is
 0 here; verl's own engine scores the first token of the next sample there.  The only loss of verl that reads it is
 an SFT sample's with ``loss_mask`` 1 at its first token.
+
+Router replay follows verl's engines: R2 replays the actor's routes, R3 the rollout's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime import sequence_layout
+from fsdp_runtime import record_routes, replay_routes, sequence_layout
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl.config import FsdpRuntimeEngineConfig
 from fsdp_runtime.trainers.verl.verl_api import extract_multi_modal_inputs, get_device_id, tensordict_utils
 
 _IGNORED = -100
+Way = Literal["none", "record", "replay"]
 
 
 @dataclass(frozen=True)
@@ -140,3 +144,46 @@ def _padded(
     mask = {} if packs else {"attention_mask": tokens.long()}
     inputs = {"input_ids": padded, **mask, "position_ids": where}
     return inputs, targets, temperature[:, None].expand(rows, longest).contiguous(), tokens
+
+
+def way_of(mode: str, *, forward_only: bool, has_loss: bool, asked: bool | None) -> Way:
+    """Return how a forward treats routes."""
+    # verl's worker sets ``asked`` in the batch for its own engine names only; for other engines the call decides:
+    # ``compute_log_prob`` runs forward without a loss.
+    if mode == "disabled" or asked is False:
+        return "none"
+    if mode == "R2" and forward_only:
+        return "none" if has_loss else "record"
+    return "replay"
+
+
+@contextmanager
+def recorded_or_replayed(way: Way, model: nn.Module, rows: Rows, micro_batch: Any) -> Iterator[Any]:
+    """Run a forward with routes recorded or replayed; yields recorded routes."""
+    if way == "record":
+        with record_routes(model) as routes:
+            yield routes
+        return
+    given = micro_batch.get("routed_experts", None) if way == "replay" else None
+    if way == "replay" and given is None:
+        raise OptionError(
+            "router_replay: the batch has no routed_experts: R2 needs compute_log_prob before the update, R3 a rollout "
+            "with enable_rollout_routing_replay=True"
+        )
+    with nullcontext() if given is None else replay_routes(model, _routes(given, rows)):
+        yield None
+
+
+def _routes(given: Any, rows: Rows) -> Tensor:
+    """Return verl's ``[samples, length, layers, k]`` as ``[layers, rows * length, k]``, -1 where no route exists."""
+    full = rows.flat(given, -1).to(torch.int32)
+    if full.shape[-1] > 1:  # verl fills unrun tokens with zeros: no token has one expert twice
+        full = full.masked_fill((full == 0).all(-1, keepdim=True), -1)
+    return full.flatten(0, 1).transpose(0, 1).contiguous()
+
+
+def nested_routes(routes: Any, rows: Rows) -> Tensor:
+    """Return recorded routes in verl's form, nested ``[samples, length, layers, k]`` int16."""
+    stacked = routes.stacked().transpose(0, 1)
+    full = stacked.view(*rows.tokens.shape, *stacked.shape[1:]).to(torch.int16)
+    return torch.nested.nested_tensor_from_jagged(full[rows.tokens], rows.offsets)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import forward_with_lm_head
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.sharded import first_rank_speaks
+from fsdp_runtime.trainers.logits import full
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl.rows import Rows
 from fsdp_runtime.trainers.verl.verl_api import tensordict_utils
@@ -28,9 +28,7 @@ class TokenValues:
 
     def __call__(self, rows: Rows, micro_batch: Any, loss_function: Any = None) -> dict[str, Tensor]:
         """Return the ``values`` of each token of this rank."""
-        logits = self._model(**rows.inputs, use_cache=False).logits
-        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        return {"values": logits.squeeze(-1)}
+        return {"values": full(self._model(**rows.inputs, use_cache=False).logits).squeeze(-1)}
 
 
 class TokenScores:
@@ -55,22 +53,19 @@ class TokenScores:
         return self._plain(rows, **options)
 
     def _plain(self, rows: Rows, **options: bool) -> dict[str, Tensor]:
+        def at_head(hidden: Tensor, head: Any) -> dict[str, Tensor]:
+            of_head = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
+            function = rl_logprobs().linear_token_statistics
+            return _scores(partial(function, hidden, head.weight, rows.targets, **of_head), rows, **options)
+
         if self._without_logits:
             try:
-                return self._from_hidden(rows, **options)
+                return forward_with_lm_head(self._model, at_head, **rows.inputs, use_cache=False)
             except ModelError as error:
                 with first_rank_speaks():
                     logger.warning("log-probabilities are computed from logits: %s", error)
                 self._without_logits = False
         return _from_logits(self._model(**rows.inputs, use_cache=False).logits, rows, **options)
-
-    def _from_hidden(self, rows: Rows, **options: bool) -> dict[str, Tensor]:
-        def at_head(hidden: Tensor, head: Any) -> dict[str, Tensor]:
-            function, given = rl_logprobs().linear_token_statistics, (hidden, head.weight, rows.targets)
-            of_head = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
-            return _scores(partial(function, *given, **of_head), rows, **options)
-
-        return forward_with_lm_head(self._model, at_head, **rows.inputs, use_cache=False)
 
 
 def _from_logits(logits: Tensor, rows: Rows, **options: bool) -> dict[str, Tensor]:
