@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
-from zlib import crc32
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_runtime.errors import FsdpRuntimeError, OptionError
-from fsdp_runtime.trainers.verl.verl_api import DatasetPadMode, get_device_id, prepare_micro_batches, tensordict_utils
+from fsdp_runtime.trainers.verl.verl_api import DatasetPadMode, prepare_micro_batches, tensordict_utils
 
 
 @dataclass(frozen=True)
@@ -30,22 +29,29 @@ class CutBatch:
 
 
 def cut(data: Any, group: Any, *, cp: int, words: int | None) -> CutBatch:
-    """Cut a batch, and write values of all ranks for verl's losses into it; one small collective."""
+    """Cut a batch, and write values of all ranks for verl's losses into it; one collective of small objects."""
     # The ``cp`` ranks that share each row share the limit of tokens too.
-    own, names = _own(data, cp, words), sorted(name for name, value in data.items() if isinstance(value, Tensor))
-    facts = [own.tokens, len(own.batches), own.error is not None, crc32(" ".join(names).encode())]
-    local, ranks = torch.tensor(facts, dtype=torch.int64, device=get_device_id()), dist.get_world_size(group)
-    of_ranks = local.new_empty(ranks * len(local))
-    dist.all_gather_into_tensor(of_ranks, local, group=group)
-    tokens, numbers, errors, fields = of_ranks.view(ranks, -1).T.tolist()
-    if any(errors) or len({*fields}) > 1:
-        _refuse(own.error, names, group)
+    own = _own(data, cp, words)
+    names = sorted(name for name, value in data.items() if isinstance(value, Tensor))
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, (own.tokens, len(own.batches), own.problem, names), group=group)
+    tokens, numbers, problems, fields = zip(*every, strict=True)
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise OptionError(f"dp rank {rank}: {problem}") from own.error
+    for rank, rank_names in enumerate(fields):
+        if rank_names != fields[0]:
+            extra, fewer = ({*one} - {*other} for one, other in ((rank_names, fields[0]), (fields[0], rank_names)))
+            raise OptionError(
+                f"dp rank {rank}: its batch has {', '.join(sorted(extra)) or 'nothing'} more and "
+                f"{', '.join(sorted(fewer)) or 'nothing'} less than dp rank 0's batch: give every rank the same fields"
+            )
     batches, indices, count = own.batches, own.indices, max(numbers)
     if own.limit and len(batches) < (most := min(count, len(data) // own.forced)):
         more, indices_of_more = prepare_micro_batches(data, same_micro_num_in_dp=False, min_num_micro_batch=most)
         if len(more) <= count:  # verl cuts further if a balanced cut passes the token limit; idle ones serve too
             batches, indices = more, indices_of_more
-    of_all = {"dp_size": ranks, "batch_num_tokens": sum(tokens)}
+    of_all = {"dp_size": len(every), "batch_num_tokens": sum(tokens)}
     for each in (data, *batches):
         tensordict_utils.assign_non_tensor(each, **of_all)
     return CutBatch(batches, indices, count)
@@ -66,6 +72,7 @@ class _Own(NamedTuple):
     batches: Sequence[Any] = ()
     indices: Any = None
     tokens: int = 0  # that count
+    problem: str | None = None
     error: Exception | None = None
 
 
@@ -78,25 +85,9 @@ def _own(data: Any, cp: int, words: int | None) -> _Own:
         batches, indices = prepare_micro_batches(data, same_micro_num_in_dp=False)
         return _Own(forced, limit, batches, indices, int(data["loss_mask"].sum()))
     except Exception as error:  # noqa: BLE001  # whatever is wrong with one rank's batch
-        return _Own(error=error)
-
-
-def _refuse(error: Exception | None, names: list[str], group: Any) -> NoReturn:
-    """Raise the first rank's error, or the difference of fields, on every rank; one more collective."""
-    known = isinstance(error, FsdpRuntimeError)
-    text = str(error) if known else error and f"its batch cannot be read: {type(error).__name__}: {error}"
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, (text, names), group=group)
-    for rank, (problem, _) in enumerate(every):
-        if problem is not None:
-            raise OptionError(f"dp rank {rank}: {problem}") from error
-    first = every[0][1]
-    rank = next(rank for rank, (_, each) in enumerate(every) if each != first)
-    more, fewer = ({*one} - {*other} for one, other in ((every[rank][1], first), (first, every[rank][1])))
-    raise OptionError(
-        f"dp rank {rank}: its batch has {', '.join(sorted(more)) or 'nothing'} more and "
-        f"{', '.join(sorted(fewer)) or 'nothing'} less than dp rank 0's batch: give every rank the same fields"
-    )
+        known = isinstance(error, FsdpRuntimeError)
+        problem = str(error) if known else f"its batch cannot be read: {type(error).__name__}: {error}"
+        return _Own(problem=problem, error=error)
 
 
 def _require_divides(data: Any, cp: int) -> tuple[int, int]:
