@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fsdp_runtime._peft_compat import is_peft_model
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model import state_entries
 from fsdp_runtime.sharded import full_tensors
-from fsdp_runtime.trainers._accelerate_compat import registered_objects, schedulers
+from fsdp_runtime.trainers._accelerate_compat import further_state
 
 #: The folder of a model's training state, with the model's index from the second on.
 STATE_FOLDER = "training_state"
@@ -38,7 +38,7 @@ class StateMixin(_AnyAccelerator):
             raise OptionError(f"save_state writes safetensors, and takes no {sorted(kwargs) or 'safe_serialization'}")
         if not self.sync_gradients:
             raise OptionError("save_state between micro-batches would lose their gradients: call it after a step")
-        optimizers = self._optimizers_of_models()
+        parts = self._parts()
         if any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders):
             raise OptionError("use_stateful_dataloader is not saved on a mesh: resume with skip_first_batches")
         settings = self.project_configuration
@@ -48,9 +48,8 @@ class StateMixin(_AnyAccelerator):
             raise OptionError("save_state needs output_dir, or automatic_checkpoint_naming=True")
         else:
             folder = Path(output_dir)
-        for index, (model, own) in enumerate(zip(self._models, optimizers, strict=True)):
-            rest = _Rest(self) if index == 0 else None
-            save_training_state(folder / _name(index), model, own, step=settings.iteration, scheduler=rest, keep=0)
+        for name, model, optimizers, rest in parts:
+            save_training_state(folder / name, model, optimizers, step=settings.iteration, scheduler=rest, keep=0)
         settings.iteration += 1
         return str(folder)
 
@@ -61,17 +60,17 @@ class StateMixin(_AnyAccelerator):
         """
         if load_kwargs or kwargs:
             raise OptionError(f"load_state takes no {', '.join(sorted(kwargs)) or 'load_kwargs'} on a mesh")
-        optimizers = self._optimizers_of_models()
+        parts = self._parts()
         folder = Path(input_dir) if input_dir is not None else self._newest_folder()
         saved = next(index for index in count() if not (folder / _name(index)).is_dir())
-        if saved not in (0, len(optimizers)):
+        if saved not in (0, len(parts)):
             raise MismatchError(
-                f"{len(optimizers)} models are prepared, and {folder} has the states of {saved}: prepare the models "
+                f"{len(parts)} models are prepared, and {folder} has the states of {saved}: prepare the models "
                 "that were saved, in the same order"
             )
         iterations = [
-            load_training_state(folder / _name(index), model, own, scheduler=_Rest(self) if index == 0 else None).step
-            for index, (model, own) in enumerate(zip(self._models, optimizers, strict=True))
+            load_training_state(folder / name, model, optimizers, scheduler=rest).step
+            for name, model, optimizers, rest in parts
         ]
         if len(set(iterations)) > 1:
             raise CheckpointError(f"{folder} has the models' states of saves {iterations}: load another folder")
@@ -105,14 +104,12 @@ class StateMixin(_AnyAccelerator):
 
     def register_save_state_pre_hook(self, hook: Any) -> Any:
         """Refused: states are written as shards, so there is no state dict to hand to a hook."""
-        raise OptionError("hooks of save_state get full state dicts: write your files beside, or use save_model")
+        raise OptionError("hooks of save_state and load_state are not called on a mesh: keep your files beside")
 
-    def register_load_state_pre_hook(self, hook: Any) -> Any:
-        """Refused: see :meth:`register_save_state_pre_hook`."""
-        raise OptionError("hooks of load_state are not called on a mesh: read your files before or after it")
+    register_load_state_pre_hook = register_save_state_pre_hook
 
-    def _optimizers_of_models(self) -> list[list[Optimizer]]:
-        """Return the optimizers of each prepared model."""
+    def _parts(self) -> list[tuple[str, nn.Module, list[Optimizer], _Rest | None]]:
+        """Return each prepared model's folder, the model and its optimizers; with the first the other state."""
         if not self._models:
             raise OptionError("no model is prepared: call prepare first")
         owner = {id(own): index for index, model in enumerate(self._models) for own in model.parameters()}
@@ -124,7 +121,10 @@ class StateMixin(_AnyAccelerator):
                     f"{type(optimizer.optimizer).__name__} holds parameters of {len(models)} models: use one a model"
                 )
             optimizers[models.pop()].append(optimizer.optimizer)
-        return optimizers
+        return [
+            (_name(index), model, optimizers[index], _Rest(self) if index == 0 else None)
+            for index, model in enumerate(self._models)
+        ]
 
     def _next_folder(self) -> Path:
         """The next folder by ``automatic_checkpoint_naming``; removes the oldest above ``total_limit``."""
@@ -156,22 +156,19 @@ class _Rest:
         self.accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: [each.state_dict() for each in objects] for name, objects in self._objects()} | {
-            "step": self.accelerator.step
-        }
+        prepared = further_state(self.accelerator)
+        states = {name: [each.state_dict() for each in objects] for name, objects in prepared.items()}
+        return {**states, "step": self.accelerator.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, objects in self._objects():
+        prepared = further_state(self.accelerator)
+        for name, objects in prepared.items():
             if len(objects) != len(state[name]):
                 raise MismatchError(f"{len(objects)} {name} are prepared, and {len(state[name])} were saved")
-        for name, objects in self._objects():
-            for each, own in zip(objects, state[name], strict=True):
-                each.load_state_dict(own)
+        for name, objects in prepared.items():
+            for target, saved in zip(objects, state[name], strict=True):
+                target.load_state_dict(saved)
         self.accelerator.step = state["step"]
-
-    def _objects(self) -> Iterator[tuple[str, Sequence[Any]]]:
-        yield "schedulers", schedulers(self.accelerator)
-        yield "registered objects", registered_objects(self.accelerator)
 
 
 def _name(index: int) -> str:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import find_batch_size, recursively_apply, send_to_device, slice_tensors
 from accelerate.utils import reduce as reduce_over_world
@@ -26,21 +27,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime import no_sync, submesh
 from fsdp_runtime._torch_compat import flatten_axes
-from fsdp_runtime.errors import BackendError, OptionError, OtherRankError
+from fsdp_runtime.errors import BackendError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size, require_axes
 from fsdp_runtime.model import rng_states, set_rng_states
 from fsdp_runtime.model.stages import stages_of
-from fsdp_runtime.trainers._accelerate_compat import is_prepared
+from fsdp_runtime.sharded import raise_on_all, world_ranks
 from fsdp_runtime.trainers._trl_compat import swapped
-from fsdp_runtime.trainers.accelerator_settings import accelerator_settings, check_ranks
 from fsdp_runtime.trainers.accelerator_state import StateMixin
 from fsdp_runtime.trainers.logits import compute_losses_on
-from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
-from fsdp_runtime.trainers.prepared_optimizers import check_parameters, follow_parameters
+from fsdp_runtime.trainers.model_source import ModelSource, check_parameters, follow_parameters, is_sharded
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.streams import DEALING_ROWS, check_stream
-from fsdp_runtime.trainers.training_arguments import check_on_mesh
+from fsdp_runtime.trainers.training_arguments import accelerator_settings, check_on_mesh, check_ranks
 
 
 class MeshAccelerator(StateMixin, Accelerator):
@@ -143,7 +142,7 @@ class MeshAccelerator(StateMixin, Accelerator):
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Wrap an optimizer; its state stays on its parameters' devices."""
-        if self._source is not None and not is_prepared(optimizer):
+        if self._source is not None and not isinstance(optimizer, AcceleratedOptimizer):
             check_parameters([optimizer], [*self._models, *self._preparing], [])
         return super().prepare_optimizer(optimizer, device_placement=False)
 
@@ -184,10 +183,17 @@ class MeshAccelerator(StateMixin, Accelerator):
             own = {**seed_worker.keywords, "rank": self.process_index}
             data_loader.worker_init_fn = partial(seed_worker.func, *seed_worker.args, **own)
         self.share_random_state()
-        with self._one_data_seed(), replaced_globals(prepare_data_loader, **DEALING_ROWS):
+        one_seed = swapped([(vars(self.dataloader_config), "data_seed", self._data_seed())])
+        with one_seed, replaced_globals(prepare_data_loader, **DEALING_ROWS):
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self.model_group is not None and "begin" not in vars(prepared):
-            prepared.begin = partial(self._begin_epoch, prepared.begin)
+            begin = prepared.begin
+
+            def begin_epoch() -> None:
+                begin()
+                self.share_random_state()  # samplers and data sets may have drawn random numbers
+
+            prepared.begin = begin_epoch
             if self.num_processes == 1:  # of this loader and of loaders that skip batches
                 prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # samplers draw from it in one process
                 if isinstance(generator := getattr(data_loader.dataset, "generator", None), torch.Generator):
@@ -195,24 +201,14 @@ class MeshAccelerator(StateMixin, Accelerator):
                     prepared.rng_types.append("generator")
         return prepared
 
-    def _begin_epoch(self, begin: Callable[[], None]) -> None:
-        """Begin to read a data loader; its samplers and data sets may draw random numbers."""
-        begin()
-        self.share_random_state()
-
-    @contextmanager
-    def _one_data_seed(self) -> Iterator[None]:
-        """Let seedable samplers of all ranks draw one order: by ``data_seed``, or the first rank's seed."""
+    def _data_seed(self) -> int | None:
+        """Return ``data_seed``, or the first rank's seed: seedable samplers of all ranks then draw one order."""
         config = self.dataloader_config
-        own = config.data_seed
-        if config.use_seedable_sampler and own is None:
-            seed = [torch.initial_seed()]
-            dist.broadcast_object_list(seed, src=0)
-            config.data_seed = seed[0]
-        try:
-            yield
-        finally:
-            config.data_seed = own
+        if not config.use_seedable_sampler or config.data_seed is not None:
+            return config.data_seed
+        seed = [torch.initial_seed()]
+        dist.broadcast_object_list(seed, src=0)
+        return seed[0]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Accumulate gradients locally; the first backward after the ``with`` reduces them over ``dp``."""
@@ -349,19 +345,12 @@ class DealtRows:
         """Iterate; an error of the first rank's reading is raised on every rank."""
         batches = iter(self._loader) if dist.get_rank() == 0 else None
         index, ranks = self._accelerator.process_index, self._accelerator.num_processes
+        message: list[Any] = [None]
         while True:
-            message: list[Any] = [None, None]
-            error: Exception | None = None
-            if batches is not None:
-                try:
-                    message[0] = next(batches, None)
-                except Exception as own:  # noqa: BLE001 - raised below
-                    message[1], error = f"rank 0: {type(own).__name__}: {own}", own
+            with raise_on_all(world_ranks()):
+                if batches is not None:
+                    message = [next(batches, None)]
             dist.broadcast_object_list(message, src=0)
-            if error is not None:
-                raise error
-            if message[1] is not None:
-                raise OtherRankError(message[1])
             if (batch := message[0]) is None:
                 return
             rows = find_batch_size(batch) // ranks
@@ -380,11 +369,9 @@ def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:
     return over
 
 
-@contextmanager
-def replaced_globals(function: Callable[..., Any], **replacements: Any) -> Iterator[None]:
+def replaced_globals(function: Callable[..., Any], **replacements: Any) -> AbstractContextManager[None]:
     """Replace global names in the module of another package's function by these objects inside the ``with``."""
     namespace: dict[str, Any] = inspect.unwrap(function).__globals__
     if missing := [name for name in replacements if name not in namespace]:
         raise BackendError(f"{namespace['__name__']} has no {missing[0]}: install the version that the extra pins")
-    with swapped((namespace, name, function) for name, function in replacements.items()):
-        yield
+    return swapped((namespace, name, function) for name, function in replacements.items())

@@ -1,12 +1,17 @@
-"""Build a trainer's sharded model from a path, an unsharded model, or a model with adapters."""
+"""Build a trainer's sharded model from a path, an unsharded model, or a model with adapters.
+
+Optimizers that were built earlier get the shards.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -15,6 +20,7 @@ from fsdp_runtime import init_adapters, load_weights, meta_device, parallelize, 
 from fsdp_runtime._transformers_compat.models import auto_class_builds, model_from_config
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
+from fsdp_runtime.model import state_entries
 from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.steps.context.step import under_context_parallelism
 
@@ -115,3 +121,38 @@ def keep_reference_adapter(model: Any) -> None:
     """Let ``add_adapter`` of a sharded ``PeftModel`` leave ``ref`` as it is; the trainer then copies the weights in."""
     refuse = model.add_adapter
     model.__dict__["add_adapter"] = lambda name, *args, **kwargs: name == "ref" or refuse(name, *args, **kwargs)
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def check_parameters(optimizers: Iterable[Any], models: Iterable[nn.Module], unsharded: Iterable[nn.Module]) -> None:
+    """Check that optimizers hold only parameters of ``models``, and no state for parameters to be sharded."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    replaced = {id(parameter) for model in unsharded for parameter in model.parameters()}
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if unknown := [tuple(own.shape) for own in _parameters(optimizer) if id(own) not in known]:
+            raise ModelError(
+                f"{name} holds {len(unknown)} parameters of no model that is prepared (first of shape {unknown[0]}), "
+                "which would be trained on each rank alone: prepare the model together with it, or before, and build "
+                "it from the prepared model's parameters()"
+            )
+        stepped = [own for own in _parameters(optimizer) if id(own) in replaced and optimizer.state.get(own)]
+        if stepped:
+            raise ModelError(
+                f"{name} has state of {len(stepped)} parameters that prepare replaces by shards: prepare before the "
+                "first step, and resume with load_state"
+            )
+
+
+@contextmanager
+def follow_parameters(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[None]:
+    """Let optimizers hold the parameters that replace a model's parameters inside the ``with``."""
+    before = {id(entry.tensor): entry.names[0] for entry in state_entries(model)}
+    yield
+    after = {name: entry.tensor for entry in state_entries(model) for name in entry.names}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [after[before[id(own)]] if id(own) in before else own for own in group["params"]]

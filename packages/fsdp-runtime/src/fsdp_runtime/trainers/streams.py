@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sharded import own_rank
-from fsdp_runtime.trainers._datasets_compat import description, node_of
+from fsdp_runtime.trainers._accelerate_compat import description, node_of
 
 logger = logging.getLogger(__name__)
 
