@@ -16,7 +16,7 @@ from typing import Any
 from recipes import config_of
 
 from fsdp_runtime.dry_run import estimate
-from fsdp_runtime.dry_run.adapters import WithAdapters
+from fsdp_runtime.dry_run.build_model import WithAdapters
 from fsdp_runtime.steps import ActivationCheckpointing, Quantized
 
 DOCS = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, estimate
-from fsdp_runtime.dry_run.adapters import WithAdapters
+from fsdp_runtime.dry_run.build_model import WithAdapters
 from fsdp_runtime.dry_run.parse_args import parse_fsdp
 from fsdp_runtime.dry_run.step_time import HARDWARE, step_time
 

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_runtime.dry_run.build_model import auto_class
-from fsdp_runtime.dry_run.recipe import recipes
+from fsdp_runtime.dry_run.recipe import program, recipes
 from fsdp_runtime.dry_run.report.format import format_bytes, format_seconds
-from fsdp_runtime.dry_run.report.recipe import program
 from fsdp_runtime.dry_run.sweep_types import Candidate, format_mesh
-from fsdp_runtime.dry_run.traffic_totals import bytes_sent_by_axis
+from fsdp_runtime.dry_run.types import bytes_sent_by_axis
 from fsdp_runtime.mesh.spec import MeshSpec
 
 DOCS = Path(__file__).parents[1]

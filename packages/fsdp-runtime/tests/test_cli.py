@@ -14,7 +14,7 @@ import pytest
 import fsdp_runtime
 from fsdp_runtime import MeshSpec, ModelError, cli
 from fsdp_runtime.dry_run import Estimate, Sweep
-from fsdp_runtime.dry_run.candidates import rank_candidates
+from fsdp_runtime.dry_run.compare import rank_candidates
 from fsdp_runtime.dry_run.parse_args import parse_fsdp
 from fsdp_runtime.dry_run.sweep_types import Candidate
 from fsdp_runtime.steps import TensorParallel

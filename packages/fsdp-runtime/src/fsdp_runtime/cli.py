@@ -14,14 +14,12 @@ from typing import Any, cast
 
 import fsdp_runtime
 from fsdp_runtime.dry_run import Estimate, Sweep, estimate, sweep
-from fsdp_runtime.dry_run.adapters import WithAdapters
 from fsdp_runtime.dry_run.parse_args import parse_fsdp, parse_mesh, split_bandwidths
-from fsdp_runtime.dry_run.recipe import recipes
+from fsdp_runtime.dry_run.recipe import recipe_sections, recipes
 from fsdp_runtime.dry_run.report.charts import chart_picture
 from fsdp_runtime.dry_run.report.html import html_report
 from fsdp_runtime.dry_run.report.progress import ProgressLine
-from fsdp_runtime.dry_run.report.recipe import markdown_lines, recipe_sections
-from fsdp_runtime.dry_run.report.sections import Section, estimate_sections, sweep_sections, text_lines
+from fsdp_runtime.dry_run.report.sections import Section, estimate_sections, markdown_lines, sweep_sections, text_lines
 from fsdp_runtime.dry_run.step_time import step_time
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
 from tp_plans import Plan, TpPlansError
@@ -264,7 +262,11 @@ def _time_sections(result: Estimate, hardware: str | None) -> list[Section]:
 
 
 def _model(given: Given) -> Any:
-    return WithAdapters(given["model"], given["lora"]) if "lora" in given else given["model"]
+    if "lora" not in given:
+        return given["model"]
+    from fsdp_runtime.dry_run.build_model import WithAdapters  # torch, where an option needs it
+
+    return WithAdapters(given["model"], given["lora"])
 
 
 def _options(given: Given) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from fsdp_runtime import cli
 from fsdp_runtime.dry_run import Estimate, EstimateError, estimate
-from fsdp_runtime.dry_run.adapters import WithAdapters
+from fsdp_runtime.dry_run.build_model import WithAdapters
 from fsdp_runtime.dry_run.parse_args import parse_fsdp
 from harness.models import tiny_config
 

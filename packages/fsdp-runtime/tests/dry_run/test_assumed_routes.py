@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, EstimateError, estimate, sweep
 from fsdp_runtime.dry_run.build_model import build_model
-from fsdp_runtime.dry_run.candidates import candidate_meshes
+from fsdp_runtime.dry_run.compare import candidate_meshes
 from fsdp_runtime.dry_run.trace.assumed_routes import AssumedRoutes, mean_destinations
 
 

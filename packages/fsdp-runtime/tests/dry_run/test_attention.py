@@ -11,7 +11,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_runtime._torch_compat import varlen_operators
 from fsdp_runtime.dry_run import Estimate, estimate
-from fsdp_runtime.dry_run.trace.attention import varlen_flops
+from fsdp_runtime.dry_run.trace.kernels import varlen_flops
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,

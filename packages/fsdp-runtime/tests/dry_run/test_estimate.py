@@ -17,9 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_runtime import FSDP2, MeshError, OptionError, setup
 from fsdp_runtime.dry_run import Estimate, EstimateError, MemoryBreakdown, Peak, estimate, pipeline
-from fsdp_runtime.dry_run.advice import advice_for
-from fsdp_runtime.dry_run.assumptions import quantization_assumptions
 from fsdp_runtime.dry_run.parse_args import parse_fsdp
+from fsdp_runtime.dry_run.remarks import advice_for, quantization_assumptions
 from fsdp_runtime.steps import TensorParallel
 from fsdp_runtime.steps.tensor import step as tensor
 from harness.estimates import made_estimate, made_settings

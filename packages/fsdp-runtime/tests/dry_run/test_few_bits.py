@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_runtime.dry_run import Estimate, estimate
-from fsdp_runtime.dry_run.adapters import WithAdapters
+from fsdp_runtime.dry_run.build_model import WithAdapters
 from fsdp_runtime.steps import Float8, Quantized
 from harness.models import tiny_config
 

@@ -16,13 +16,12 @@ from transformers import Llama4TextConfig, LlamaConfig, Mamba2Config, MixtralCon
 import rl_logprobs
 from fsdp_runtime import MeshSpec, cli
 from fsdp_runtime.dry_run import Estimate, EstimateError, compare, recipe, sweep
-from fsdp_runtime.dry_run.candidates import rank_candidates
-from fsdp_runtime.dry_run.recipe import recipes
+from fsdp_runtime.dry_run.compare import rank_candidates
+from fsdp_runtime.dry_run.recipe import Recipe, program, recipe_sections, recipes
 from fsdp_runtime.dry_run.report.charts import charts_of
 from fsdp_runtime.dry_run.report.html import html_report
-from fsdp_runtime.dry_run.report.recipe import markdown_lines, program, recipe_sections
-from fsdp_runtime.dry_run.report.sections import estimate_sections, sweep_sections, text_lines
-from fsdp_runtime.dry_run.sweep_types import Candidate, Recipe
+from fsdp_runtime.dry_run.report.sections import estimate_sections, markdown_lines, sweep_sections, text_lines
+from fsdp_runtime.dry_run.sweep_types import Candidate
 from harness.estimates import GIB, made_estimate, made_settings
 from harness.models import tiny_config, tiny_model
 from harness.ranks import RankPool

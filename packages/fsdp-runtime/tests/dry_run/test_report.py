@@ -16,7 +16,7 @@ from matplotlib import colormaps
 
 from fsdp_runtime import BackendError, MeshSpec
 from fsdp_runtime.dry_run import Estimate, Memory, MemoryBreakdown, Peak
-from fsdp_runtime.dry_run.candidates import rank_candidates
+from fsdp_runtime.dry_run.compare import rank_candidates
 from fsdp_runtime.dry_run.report import html
 from fsdp_runtime.dry_run.report import progress as progress_module
 from fsdp_runtime.dry_run.report.charts import chart_picture, charts_of
@@ -287,7 +287,7 @@ def test_long_progress_says_the_time_that_is_left(monkeypatch: pytest.MonkeyPatc
 
 def test_reports_import_nothing_but_results() -> None:
     folder = Path(html.__file__).parent
-    allowed = {"report", "sweep_types", "traffic_totals", "types"}
+    allowed = {"report", "sweep_types", "types"}
     imported = {
         node.module.split(".")[2]
         for file in folder.glob("*.py")

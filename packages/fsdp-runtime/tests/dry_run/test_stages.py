@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import estimate
-from fsdp_runtime.dry_run.stages.schedule import Turn, actions_by_rank, finish_times
+from fsdp_runtime.dry_run.stages.replay import Turn, actions_by_rank, finish_times
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.steps import Pipeline

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_runtime import MeshSpec, ModelError
 from fsdp_runtime.dry_run import Estimate, EstimateError, Sweep, sweep
-from fsdp_runtime.dry_run.candidates import candidate_meshes, make_candidates, rank_candidates
+from fsdp_runtime.dry_run.compare import candidate_meshes, make_candidates, rank_candidates
 from fsdp_runtime.dry_run.sweep_types import Candidate
 from harness.estimates import GIB, made_estimate, made_settings, made_traffic
 

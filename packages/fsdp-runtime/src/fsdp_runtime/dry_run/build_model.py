@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_runtime import meta_device
+from fsdp_runtime._peft_compat import refused_by_lora
 from fsdp_runtime._transformers_compat.models import disable_cache, has_model_for
 from fsdp_runtime.dry_run.parse_args import require_model_source
 from fsdp_runtime.errors import EstimateError
@@ -96,3 +98,39 @@ def _read(file: Path, auto_config: Any) -> Any:
             "does not run remote code: build the model in a function and pass that, or install a transformers release "
             f"that has the class ({str(error).splitlines()[0]})"
         ) from error
+
+
+@dataclass(frozen=True)
+class WithAdapters:
+    """Build a model with low-rank adapters, all other parameters frozen."""
+
+    source: Any  # any model argument of ``estimate``
+    rank: int = 16  # of the adapters
+
+    def __post_init__(self) -> None:
+        """Raise :class:`EstimateError` for a rank that is not positive."""
+        if self.rank < 1:
+            raise EstimateError(f"rank={self.rank} of LoRA: give a positive integer")
+
+    def __call__(self) -> nn.Module:
+        """Return the adapted model."""
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError as error:
+            raise EstimateError("LoRA needs peft: pip install peft, or leave lora out") from error
+        model = model_builder(self.source)()
+        excluded = not_adapted(model)
+        options = {"exclude_modules": list(excluded)} if excluded else {}
+        adapters = LoraConfig(r=self.rank, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+        adapted: nn.Module = get_peft_model(model, adapters)
+        return adapted
+
+
+def not_adapted(model: nn.Module) -> tuple[str, ...]:
+    """Return names of linear layers without LoRA: routers, which return several tensors, and layers PEFT refuses."""
+    classes = {
+        path.rpartition(".")[2]: None
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    }
+    return (*classes, *refused_by_lora(model))

@@ -15,23 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_runtime import resolve_parallelism
-from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.allocator.constants import constant_costs
 from fsdp_runtime.dry_run.allocator.replay import reserved_bytes
-from fsdp_runtime.dry_run.assumptions import quantization_assumptions, untrained_assumptions
 from fsdp_runtime.dry_run.build_model import build_model
 from fsdp_runtime.dry_run.parse_args import dtype_name, plan_name
+from fsdp_runtime.dry_run.remarks import advice_for, quantization_assumptions, untrained_assumptions
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks, TracedModel, find_repeated_blocks
-from fsdp_runtime.dry_run.scale.scaling import peaks, scale_up
-from fsdp_runtime.dry_run.scale.summary import Summary, Tape, wildcard
+from fsdp_runtime.dry_run.scale.summary import Summary, Tape, peaks, scale_up, wildcard
 from fsdp_runtime.dry_run.stages.rank import RankTrace, sent_shapes, staged_of, trace_rank
 from fsdp_runtime.dry_run.stages.replay import rank_kinds, replay
 from fsdp_runtime.dry_run.step import ON_HOST, StepConfig, trace_step
 from fsdp_runtime.dry_run.trace.assumed_routes import assumed_exchange, routing_assumptions
-from fsdp_runtime.dry_run.trace.attention import kernels_of_attention
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.dry_run.trace.recorder import UntraceableError
-from fsdp_runtime.dry_run.trace.recurrences import kernels_of_recurrences, recurrence_assumptions
+from fsdp_runtime.dry_run.trace.stand_ins import kernels_of_attention, kernels_of_recurrences, recurrence_assumptions
 from fsdp_runtime.dry_run.types import (
     PHASES,
     Assumption,

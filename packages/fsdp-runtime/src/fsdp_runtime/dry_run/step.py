@@ -24,9 +24,8 @@ from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs
 from fsdp_runtime.dry_run.parse_args import parse_allocator, parse_dtype
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
 from fsdp_runtime.dry_run.scale.summary import Summary, add_up, summarize, wildcard
-from fsdp_runtime.dry_run.trace.activations_on_host import uncounted_copies
 from fsdp_runtime.dry_run.trace.assumed_routes import Routing
-from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data
+from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data, uncounted_copies
 from fsdp_runtime.dry_run.trace.kernels import AttentionKernels
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.trace.recorder import Recorder

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fsdp_runtime.dry_run.traffic_totals import bytes_sent_by_axis
-from fsdp_runtime.dry_run.types import Estimate
+from fsdp_runtime.dry_run.types import Estimate, bytes_sent_by_axis
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.values import PEAK_FLOPS
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_runtime.dry_run.step_time import step_time
-from fsdp_runtime.dry_run.traffic_totals import total_bytes_sent
-from fsdp_runtime.dry_run.types import FORMAT, Estimate
+from fsdp_runtime.dry_run.types import FORMAT, Estimate, total_bytes_sent
 from fsdp_runtime.mesh import MeshSpec
 
 
@@ -110,18 +109,6 @@ class Sweep:
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return :meth:`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The meshes of a number of GPUs for one kind of training and length."""
-
-    training: str  # ``"full"``, ``"lora"``, or ``"qlora"`` on a base in nf4
-    seq_len: int  # tokens per sequence
-    found: Sweep  # the meshes, best first
-    without_adapters: tuple[str, ...] = ()  # names of linear layers without LoRA
-    auto_class: str = "AutoModelForCausalLM"  # of transformers, which builds the model
-    checkpoint: str = "CHECKPOINT"  # the directory of the model
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
@@ -42,6 +42,11 @@ class MemoryBreakdown:
     def by_category(self) -> dict[str, int]:
         """Return category name to bytes, in the order of the fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def plus(one: MemoryBreakdown, other: MemoryBreakdown, times: int = 1) -> MemoryBreakdown:
+    """Add a number of times the bytes of another breakdown; differences have negative bytes."""
+    return MemoryBreakdown(**{name: n + times * getattr(other, name) for name, n in one.by_category().items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +238,7 @@ class Estimate:
     @property
     def communication_seconds(self) -> float | None:
         """Lower bound of the time of all traffic with a known bandwidth; ``None`` without any."""
-        known = [item.seconds for item in self.traffic if item.seconds is not None]
-        return sum(known) if known else None
+        return _seconds(self.traffic)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings, with the computed totals."""
@@ -255,3 +259,46 @@ class Estimate:
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return :meth:`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
+
+
+def totals_by_axis(traffic: Iterable[Traffic]) -> list[Traffic]:
+    """Return the traffic of all phases by axis and kind, in the order and under the phase of its first occurrence."""
+    grouped: dict[str, dict[str, list[Traffic]]] = {}
+    for item in traffic:
+        grouped.setdefault(item.axis, {}).setdefault(item.kind, []).append(item)
+    return [
+        replace(
+            items[0],
+            count=sum(item.count for item in items),
+            nbytes=sum(item.nbytes for item in items),
+            bytes_sent=total_bytes_sent(items),
+            seconds=_seconds(items),
+        )
+        for kinds in grouped.values()
+        for items in kinds.values()
+    ]
+
+
+def total_bytes_sent(traffic: Iterable[Traffic]) -> int:
+    """Return the bytes that a rank sends in a step, over all axes."""
+    return sum(item.bytes_sent for item in traffic)
+
+
+def bytes_sent_by_axis(traffic: Iterable[Traffic]) -> dict[str, int]:
+    """Return the bytes that a rank sends in a step, by axis."""
+    sent: dict[str, int] = {}
+    for item in traffic:
+        sent[item.axis] = sent.get(item.axis, 0) + item.bytes_sent
+    return sent
+
+
+def axes_without_bandwidth(traffic: Iterable[Traffic]) -> tuple[str, ...]:
+    """Return the axes without a bandwidth that carry more than 0.1 % of the bytes (norms carry a few bytes)."""
+    items = list(traffic)
+    unknown = bytes_sent_by_axis(item for item in items if item.seconds is None)
+    return tuple(axis for axis, sent in unknown.items() if sent > total_bytes_sent(items) / 1000)
+
+
+def _seconds(traffic: Iterable[Traffic]) -> float | None:
+    known = [item.seconds for item in traffic if item.seconds is not None]
+    return sum(known) if known else None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_runtime.dry_run.report.recipe import markdown_table
+from fsdp_runtime.dry_run.report.sections import markdown_table
 from fsdp_runtime.gpu_check.bench_attention import attention_contenders, exact_attention
 from fsdp_runtime.gpu_check.bench_peers import Contender, head_contenders, logit_contenders, norm_contenders
 from fsdp_runtime.gpu_check.check_result import CheckResult

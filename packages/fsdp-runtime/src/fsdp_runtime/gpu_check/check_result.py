@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_runtime.dry_run.report.recipe import markdown_table
+from fsdp_runtime.dry_run.report.sections import markdown_table
 
 #: The meaning of a section's figures on the page.
 MEANINGS = {

@@ -10,8 +10,7 @@ from typing import Any
 from fsdp_runtime.dry_run.report.format import binary_scale, format_bytes
 from fsdp_runtime.dry_run.report.sections import sizes_by_name
 from fsdp_runtime.dry_run.sweep_types import Sweep
-from fsdp_runtime.dry_run.traffic_totals import bytes_sent_by_axis, totals_by_axis
-from fsdp_runtime.dry_run.types import Estimate, Memory
+from fsdp_runtime.dry_run.types import Estimate, Memory, bytes_sent_by_axis, totals_by_axis
 from fsdp_runtime.errors import BackendError
 
 #: Number of candidates of a sweep that are drawn, best first.

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 from fsdp_runtime.dry_run.report.format import format_bytes, format_count, format_seconds
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep, format_mesh
-from fsdp_runtime.dry_run.traffic_totals import axes_without_bandwidth, total_bytes_sent, totals_by_axis
-from fsdp_runtime.dry_run.types import Assumption, Estimate, Memory, MemoryBreakdown, Settings
+from fsdp_runtime.dry_run.types import (
+    Assumption,
+    Estimate,
+    Memory,
+    MemoryBreakdown,
+    Settings,
+    axes_without_bandwidth,
+    total_bytes_sent,
+    totals_by_axis,
+)
 from tp_plans.runtime import colorize
 
 #: Labels of the categories of memory.
@@ -283,3 +291,22 @@ def _table(section: Section) -> Iterator[str]:
     yield colorize("head", section.heading)
     yield f"  {colorize('head', header)}"
     yield from (f"  {line}" for line in lines)
+
+
+def markdown_lines(sections: Iterable[Section]) -> Iterator[str]:
+    """Yield sections as Markdown: headings, tables, lists, code."""
+    for section in sections:
+        yield from (f"## {section.heading}", "")
+        if section.rows:
+            yield from (*markdown_table(section.rows, left=section.left), "")
+        if section.code:
+            yield from ("```python", *section.lines, "```", "")
+        elif section.lines:
+            yield from (*(f"- {line}" for line in section.lines), "")
+
+
+def markdown_table(rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:
+    """Yield the lines of a table, its header first; columns from ``left`` on are right-aligned."""
+    rules = ["---" if column < left else "---:" for column in range(len(rows[0]))]
+    for row in (rows[0], rules, *rows[1:]):
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in row)} |"

@@ -1,10 +1,11 @@
-"""Record the actions of one rank of ``pp`` on a few micro-batches; later ones find gradients and gathered weights."""
+"""The costs of one rank of ``pp``, recorded on a few micro-batches; later ones find gradients and gathered weights."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from fsdp_runtime import unsharded
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.dry_run.losses import Forward, resolve_loss
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
+from fsdp_runtime.dry_run.scale.summary import CallKey, add_up, storage_categories
 from fsdp_runtime.dry_run.step import Prepared, StepConfig, prepared
-from fsdp_runtime.dry_run.trace.costs import Cost, costs_of, plus
-from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown
+from fsdp_runtime.dry_run.trace.recorder import Lap, Recording, with_fused_storages
+from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown, Peak, plus
 from fsdp_runtime.parallelism import Parallelism
 from fsdp_runtime.steps import Pipeline
 from fsdp_runtime.steps.pipeline.parts import StagedModel
@@ -30,6 +32,80 @@ from fsdp_runtime.steps.pipeline.shapes import Sent, described
 Shapes = Sequence[tuple[Sent, ...]]
 #: The place of a stage on its rank, and its action: ``F``, ``B``, or ``I`` and ``W`` of a split backward.
 Action = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of an action; bytes are relative to the live bytes before it."""
+
+    kept: MemoryBreakdown = field(default_factory=MemoryBreakdown)  # live after it; negative where it frees more
+    peaks: tuple[Peak, ...] = ()  # of each phase
+    flops: Mapping[str, int] = field(default_factory=dict)  # by kind
+    bytes_moved: int = 0
+    traffic: Mapping[CallKey, tuple[int, ...]] = field(default_factory=dict)
+
+    def without_gathers(self) -> Cost:
+        """Return the cost of an action that finds its weights gathered."""
+        peaks = tuple(replace(peak, nbytes=replace(peak.nbytes, gathered=0)) for peak in self.peaks)
+        traffic = {
+            key: totals for key, totals in self.traffic.items() if key[1] != "all_gather" or not self.kept.gathered
+        }
+        return replace(self, kept=replace(self.kept, gathered=0), peaks=peaks, traffic=traffic)
+
+    def raised(self, nbytes: MemoryBreakdown) -> Cost:
+        """Return the cost of an action that first adds bytes and keeps them."""
+        peaks = tuple(replace(peak, nbytes=plus(nbytes, peak.nbytes)) for peak in self.peaks)
+        return replace(self, kept=plus(nbytes, self.kept), peaks=peaks)
+
+
+def costs_of(
+    recording: Recording, blocks: Sequence[str], vocabulary: set[int], actions: Sequence[int]
+) -> tuple[MemoryBreakdown, list[Cost]]:
+    """Return the live bytes before the first phase, and the cost of each action; actions are numbers of phases."""
+    recording = with_fused_storages(recording)
+    laps = recording.laps
+    names = storage_categories(recording, blocks, vocabulary)
+    live: Counter[str] = Counter()
+    first = next((n for n, each in enumerate(recording.allocations) if each.event >= 0), len(recording.allocations))
+    for each in recording.allocations[:first]:
+        live[names[each.storage]] += each.delta
+    before, costs = MemoryBreakdown(**live), list[Cost]()
+    previous, position = Lap("forward", first, 0, {}, 0), 0
+    for count in actions:
+        start, peaks = MemoryBreakdown(**live), list[tuple[Peak, int]]()
+        for lap in laps[position : position + count]:
+            begin = peaks[-1][1] if peaks else previous.allocations
+            peaks.append((_peak(recording, names, live, start, begin, lap), lap.allocations))
+        end = laps[position + count - 1]
+        costs.append(
+            Cost(
+                kept=plus(MemoryBreakdown(**live), start, -1),
+                peaks=tuple(peak for peak, _ in peaks),
+                flops={kind: n - previous.flops.get(kind, 0) for kind, n in end.flops.items()},
+                bytes_moved=end.bytes_moved - previous.bytes_moved,
+                traffic=add_up(
+                    ((phase, call.kind, call.ranks), (1, call.nbytes, call.bytes_sent))
+                    for phase, call in recording.collectives[previous.collectives : end.collectives]
+                ),
+            )
+        )
+        previous, position = end, position + count
+    return before, costs
+
+
+def _peak(
+    recording: Recording, names: Sequence[str], live: Counter[str], start: MemoryBreakdown, begin: int, lap: Lap
+) -> Peak:
+    """Replay the allocations of a phase on the live bytes, and return its peak relative to ``start``."""
+    total = most = sum(live.values())
+    highest, event = dict(live), -1
+    for each in recording.allocations[begin : lap.allocations]:
+        live[names[each.storage]] += each.delta
+        total += each.delta
+        if total > most:
+            most, highest, event = total, dict(live), each.event
+    module, operator = recording.events[event][1:] if event >= 0 else ("", "")
+    return Peak(phase=lap.phase, module=module, operator=operator, nbytes=plus(MemoryBreakdown(**highest), start, -1))
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,21 @@
-"""A simulated world of one process, and tensors without data."""
+"""A simulated world of one process, tensors without data, and copies to the host that take no memory of the device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import clear_dtensor_caches, fake_store, fake_tensors
 from fsdp_runtime._transformers_compat.masks import fake_tensors_are_data
 from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.memory import host_copies
 from fsdp_runtime.mesh import MeshSpec
 
 
@@ -45,3 +48,30 @@ def fake_tensors_without_data() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
+
+
+class UncountedCopies(host_copies.HostCopies):
+    """Copies to a host with enough memory; the trace sees the tensors that come back."""
+
+    def __init__(self) -> None:
+        self.held = host_copies.HeldBytes(checked=math.inf)
+
+    def to_host(self, source: Tensor) -> Any:
+        """Return the sizes of a tensor."""
+        return source.shape, source.dtype
+
+    def to_device(self, host: Any) -> Tensor:
+        """Return a new tensor of the device."""
+        shape, dtype = host
+        return torch.empty(shape, dtype=dtype)
+
+
+@contextmanager
+def uncounted_copies() -> Iterator[UncountedCopies]:
+    """Let ``ActivationCheckpointing(offload=True)`` copy nothing in a trace."""
+    copies, original = UncountedCopies(), host_copies.make_copies
+    host_copies.make_copies = lambda _device: copies
+    try:
+        yield copies
+    finally:
+        host_copies.make_copies = original

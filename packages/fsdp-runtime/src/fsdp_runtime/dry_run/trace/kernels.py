@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_runtime._torch_compat import storage_key, tree_leaves, varlen_operators
-from fsdp_runtime.dry_run.trace.attention import varlen_flops
 
 aten = torch.ops.aten
 
@@ -72,6 +71,20 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
         return 2 * int(args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def varlen_flops(packet: Any, args: Any) -> int:
+    """Return the operations of attention over segments, as if each were as long as the longest."""
+    # Segments of a dry run are rows, or a chunk of each row. torch's formula reads the lengths, which are data there. A
+    # window's scores are counted twice: the caller halves all counts for the masked part of a causal mask.
+    backward = packet is varlen_operators()[1]
+    query, value = (args[1], args[3]) if backward else (args[0], args[2])
+    before, (queries, keys) = (args[6], args[8:10]) if backward else (args[3], args[5:7])
+    window = args[13] if backward else args[9]
+    seen = min(keys, 2 * (window[0] + 1)) if window and window[0] >= 0 else keys
+    pairs = (len(before) - 1) * min(queries, len(query)) * seen * query.shape[1]
+    width, of_values = query.shape[-1], value.shape[-1]
+    return int(2 * pairs * (3 * width + 2 * of_values if backward else width + of_values))
 
 
 def kind_of(function: Any) -> str:

@@ -1,8 +1,12 @@
-"""Linear attention and state spaces as kernels compute them, in place of transformers' code in torch.
+"""Attention and recurrences as kernels of an accelerator compute them, in place of code that holds far more on a CPU.
 
-That code loops over tokens or chunks and keeps every state, so its trace takes minutes and its memory differs from a
-run with flash-linear-attention and mamba-ssm.  The kernels keep their inputs and a few numbers a token, write states of
-whole chunks, and compute these again in backward.
+``scaled_dot_product_attention`` holds no scores on CUDA where values are narrower than queries, as in latent
+attention, or where weights are dropped: its memory-efficient kernel and cuDNN's take both.  On a CPU it computes
+products and a softmax of all scores.
+
+transformers' code in torch of linear attention and state spaces loops over tokens or chunks and keeps every state, so
+its trace takes minutes and its memory differs from a run with flash-linear-attention and mamba-ssm.  The kernels keep
+their inputs and a few numbers a token, write states of whole chunks, and compute these again in backward.
 """
 
 from __future__ import annotations
@@ -17,9 +21,61 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias
 
+from fsdp_runtime._torch_compat import varlen_operators
 from fsdp_runtime.dry_run.types import Assumption
 from fsdp_runtime.steps.documents.sequence_functions import RECURRENCES, Recurrence, functions_called
+
+#: The memory-efficient kernel takes multiples of this number of features per head.
+_ALIGNED = 8
+
+
+@contextmanager
+def kernels_of_attention() -> Iterator[None]:
+    """Let attention run the memory-efficient kernel where an accelerator would call it and a CPU has none."""
+    varlen_operators()  # loaded before tensors are fake
+    # A mode for functions of torch would not reach recomputation: ``Tensor.backward`` leaves it.
+    original: Any = functional.scaled_dot_product_attention
+
+    @wraps(original)
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        output = _efficient(*args, **kwargs)
+        return original(*args, **kwargs) if output is None else output
+
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return attention of the memory-efficient kernel, ``None`` if torch's choice is the same on a CPU."""
+    widths = query.shape[-1], value.shape[-1]
+    is_taken = query.ndim == 4 and not enable_gqa and not any(width % _ALIGNED for width in widths)
+    if not is_taken or (widths[0] == widths[1] and not dropout_p):
+        return None
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = None, True  # it holds no mask there
+    elif attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    with_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    output: Tensor = kernel(query, key, value, attn_mask, with_gradients, dropout_p, is_causal, scale=scale)[0]
+    return output
 
 
 @dataclass(frozen=True)
