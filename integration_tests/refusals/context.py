@@ -183,7 +183,7 @@ CASES: Provocations = {
         ),
         "LayoutError: cannot be sharded along the tokens": lambda: _given(pixel_values=torch.ones(2, 3)),
     },
-    "fsdp_runtime/steps/outputs/attention_maps.py": {
+    "fsdp_runtime/steps/outputs/full_tensors.py": {
         "LayoutError: computes a part of each attention map": lambda: _given(output_attentions=True),
     },
     "fsdp_runtime/steps/context/media.py": {

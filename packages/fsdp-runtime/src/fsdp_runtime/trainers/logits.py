@@ -108,7 +108,7 @@ def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) 
 def compute_losses_on(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let a sharded model compute its loss from sharded logits, and from full rows under context parallelism."""
     # Other losses than the causal language model's, and losses that the model's own code computes, get gathered
-    # logits (``fsdp_runtime.steps.outputs.labels.gather_logits_for_labels``).
+    # logits (``fsdp_runtime.steps.outputs.full_tensors.gather_logits_for_labels``).
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     base = base_model(model)

@@ -19,7 +19,7 @@ from fsdp_runtime.errors import CheckpointError, ModelError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size, require_axes
 from fsdp_runtime.sharded import first_rank_speaks
-from fsdp_runtime.steps.outputs.generation import gather_logits
+from fsdp_runtime.steps.outputs.full_tensors import gather_logits
 from fsdp_runtime.trainers import training_arguments as arguments
 from fsdp_runtime.trainers.accelerator_state import STATE_FOLDER
 from fsdp_runtime.trainers.heads_loss import check_heads, with_loss_of_heads

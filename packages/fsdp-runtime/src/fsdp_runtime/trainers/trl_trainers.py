@@ -22,7 +22,7 @@ from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.steps.context.step import inputs_of, under_context_parallelism, whole_rows
-from fsdp_runtime.steps.outputs.generation import full_logits
+from fsdp_runtime.steps.outputs.full_tensors import full_logits
 from fsdp_runtime.trainers import _trl_compat as of_trl
 from fsdp_runtime.trainers.logits import add_fused_lm_head
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin

@@ -83,7 +83,7 @@ class LossOfRows:
 
     def __init__(self, function: Callable[..., Tensor], rows: GlobalRows) -> None:
         self.function, self.rows = function, rows
-        #: Read by :mod:`fsdp_runtime.steps.outputs.labels`.
+        #: Read by :mod:`fsdp_runtime.steps.outputs.full_tensors`.
         self.takes_sharded_logits = bool(getattr(function, "takes_sharded_logits", False))
 
     def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:

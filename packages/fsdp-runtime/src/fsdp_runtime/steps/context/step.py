@@ -61,7 +61,7 @@ from fsdp_runtime.steps.context.sharding import padded as padded
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES as BOUNDARIES
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
-from fsdp_runtime.steps.outputs.attention_maps import refuse_attention_maps
+from fsdp_runtime.steps.outputs.full_tensors import refuse_attention_maps
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.values import require_bool, require_one_of
 from fsdp_runtime.wrap import hook_forward, hook_model

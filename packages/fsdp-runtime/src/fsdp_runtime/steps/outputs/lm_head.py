@@ -76,9 +76,6 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
         *args: positional arguments of the model's forward.
         **kwargs: keyword arguments of the model's forward, without ``labels``.
 
-    Returns:
-        The result of ``function``.
-
     Raises:
         ModelError: the model has no linear language-model head, its forward calls the head more than once or not at
             all, it does more with the logits than to scale and soft-cap them, or an adapter of the head does more than
@@ -119,23 +116,23 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
             "logits_to_keep in forward_with_lm_head: under cp function gets this rank's tokens and can choose among "
             "them; leave it out"
         )
-    stand_in = _StandIn(head, path)
-    run = _Run(model, stand_in, function, _maps.get(model))
-    hook = hook_forward(model, "computes from the head's inputs", after=run, first=True)
+    stand_in = _StandIn(head, path, function, _maps.get(model))
+    hook = hook_forward(model, "computes from the head's inputs", after=stand_in.run, first=True)
     siblings[name] = stand_in
     try:
         output = model(*args, **kwargs)
     except ModelError:
         raise
     except Exception as error:
-        if stand_in.hidden is not None and not run.entered:  # the model's own code failed on the probes
+        if stand_in.hidden is not None and not stand_in.entered:  # the model's own code failed on the probes
             raise _unknown_map(model, path) from error
         raise
     finally:
         siblings[name] = head
         hook.remove()
     # A dataclass passes the hooks as a dict.
-    return dataclasses.replace(run.result, **output) if dataclasses.is_dataclass(run.result) else output  # type: ignore[type-var]
+    result = stand_in.result
+    return dataclasses.replace(result, **output) if dataclasses.is_dataclass(result) else output  # type: ignore[type-var]
 
 
 #: The measured map of each model's logits.
@@ -151,11 +148,14 @@ def assume_logits_map(model: nn.Module, logits_map: LogitsMap) -> None:
 class _StandIn(nn.Module):
     """Takes the head's place: keeps the head's input, returns probes, and passes other attributes on to the head."""
 
-    def __init__(self, head: nn.Module, path: str) -> None:
+    def __init__(self, head: nn.Module, path: str, function: HeadFunction, known: LogitsMap | None) -> None:
         super().__init__()
-        self.__dict__["_head"], self.__dict__["_path"] = head, path
+        self.__dict__["_head"] = head  # as no submodule
+        self._path, self._function, self._known = path, function, known
         self.hidden: Tensor | None = None
         self.probes: Tensor | None = None
+        self.entered = False
+        self.result: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_head"], name)
@@ -168,29 +168,19 @@ class _StandIn(nn.Module):
         self.probes = probes.expand(*hidden.shape[:-1], len(_PROBES)).contiguous()
         return self.probes.clone()  # the model may change its logits in place
 
-
-class _Run:
-    """The forward hook that replaces the model's output by the function's result, before the hooks of FSDP2 run."""
-
-    def __init__(self, model: nn.Module, stand_in: _StandIn, function: HeadFunction, known: LogitsMap | None) -> None:
-        self.model, self.stand_in, self.function, self.known = model, stand_in, function, known
-        self.entered = False
-        self.result: Any = None
-
-    def __call__(self, model: nn.Module, _args: Any, output: Any) -> Any:
-        head, path = self.stand_in.__dict__["_head"], self.stand_in.__dict__["_path"]
-        if self.stand_in.hidden is None or self.stand_in.probes is None:
+    def run(self, model: nn.Module, _args: Any, output: Any) -> Any:
+        """Replace the model's output by the function's result, in a forward hook before the hooks of FSDP2."""
+        if self.hidden is None or self.probes is None:
             raise ModelError(
-                f"the forward of {type(model).__name__} does not call {path}: compute the loss from the logits"
+                f"the forward of {type(model).__name__} does not call {self._path}: compute the loss from the logits"
             )
-        if self.known is None:
-            measured = _measured(logits_of(output), self.stand_in.probes)
-            if measured is None:
-                raise _unknown_map(model, path)
-            self.known = _maps[model] = measured
+        known = self._known or _measured(logits_of(output), self.probes)
+        if known is None:
+            raise _unknown_map(model, self._path)
+        _maps[model] = known
         self.entered = True
-        lm_head = LMHeadParameters(*_head_weight(head), self.known.scale, self.known.softcap)
-        self.result = result = self.function(self.stand_in.hidden, lm_head)
+        lm_head = LMHeadParameters(*_head_weight(self._head), known.scale, known.softcap)
+        self.result = result = self._function(self.hidden, lm_head)
         if not dataclasses.is_dataclass(result):
             return result
         return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
@@ -253,18 +243,14 @@ def _unknown_map(model: nn.Module, path: str) -> ModelError:
 def _require_linear(head: nn.Module, path: str) -> None:
     """Check that a head is one linear map: a loss without logits needs its weight."""
     linear = linear_in_force(head)
-    if reason := linear.not_linear or _own_forward(linear.layer):
+    reason = linear.not_linear
+    if isinstance(linear.layer, nn.Linear) and (name := class_of_forward(linear.layer)) != "Linear":
+        reason = reason or f"{name} has a custom forward"
+    if reason:
         raise ModelError(
             f"{path} is not one linear map, which a loss without logits needs: {reason}; or compute the loss from the "
             "logits"
         )
-
-
-def _own_forward(layer: nn.Module) -> str:
-    """Return the reason why a subclass of ``nn.Linear`` may be no linear map, or ``""``."""
-    if not isinstance(layer, nn.Linear) or (name := class_of_forward(layer)) == "Linear":
-        return ""
-    return f"{name} has a custom forward"
 
 
 def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -283,7 +269,6 @@ def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def _adapted(weight: Tensor, of_base: Tensor, factors: Factors) -> Tensor:
-    """Return a weight with an adapter."""
     # DoRA scales the rows of the sum by constant norms: Liu et al., arXiv:2402.09353, section 4.3.
     product = factors.b @ _with_full_gradient(factors.a) * factors.scaling
     if factors.magnitude is None:

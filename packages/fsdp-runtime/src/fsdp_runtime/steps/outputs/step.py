@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.outputs.attention_maps import refuse_attention_maps
-from fsdp_runtime.steps.outputs.generation import gather_logits_in_generate
-from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
-from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
+from fsdp_runtime.steps.outputs.full_tensors import (
+    gather_logits_for_labels,
+    gather_logits_in_generate,
+    refuse_attention_maps,
+    return_full_hidden_states,
+)
 
 
+@dataclass(frozen=True)
 class Outputs(Step[None]):
     """Gather logits in ``generate`` and for ``labels``, and hidden states; refuse attention maps."""
 
@@ -23,7 +28,3 @@ class Outputs(Step[None]):
         gather_logits_for_labels(setup.facts.base_model)
         return_full_hidden_states(model, over_cp=setup.meshes.cp is not None)
         refuse_attention_maps(model, "tp")
-
-    def describe(self) -> str:
-        """Return the step in a line."""
-        return "Outputs()"

@@ -16,7 +16,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.outputs.labels import has_sharded_logits
+from fsdp_runtime.steps.outputs.full_tensors import has_sharded_logits
 from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
 from fsdp_runtime.values import require_bool, require_one_of
 from tp_plans import Plan, Replicate, Style, UnknownArchitectureError, check
