@@ -20,10 +20,9 @@ from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.recomputation import Offloading, Recomputing
+from fsdp_runtime.steps.recomputation import Offloading, Recomputing, SelectiveContexts
 from fsdp_runtime.steps.routing.routers import routers_of
 from fsdp_runtime.steps.routing.session import CarriedRoutes
-from fsdp_runtime.steps.saved_tensors import SelectiveContexts
 from fsdp_runtime.values import require_bool, require_one_of
 from fsdp_runtime.wrap import wrap
 from tp_plans.naming import MLP_MODULES
@@ -140,20 +139,9 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
 
     def apply(self, model: nn.Module, setup: Setup, checked: tuple[str, ...]) -> None:
         """Make the modules recompute, and blocks keep tensors on the host."""
-        if self.mode != "none":
-            self._recompute(model, setup, checked)
-        if self.offload:
-            order = ActivationOrder()
-            blocks = [block for block in map(model.get_submodule, setup.structure.blocks) if has_forward(block)]
-            wrap(blocks, Offloading)
-            for block in blocks:
-                runtime_state(block).activations = order
-            logger.info("activations of %d blocks stay on the host until backward", len(blocks))
-
-    def _recompute(self, model: nn.Module, setup: Setup, checked: tuple[str, ...]) -> None:
         selective = SelectiveCheckpoint() if self.mode == "selective" else self.mode
         saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
-        exchanged = routers_of(setup.structure) if setup.expert_plan is not None else None
+        exchanged = routers_of(setup.structure) if checked and setup.expert_plan is not None else None
         documents = runtime_state(model).documents
         modules = {path: model.get_submodule(path) for path in checked}
         wrap(modules.values(), Recomputing)
@@ -162,9 +150,17 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
             state.checkpoint_contexts = SelectiveContexts(saved) if saved else None
             routes = CarriedRoutes(exchanged and exchanged.inside(path))
             state.carried = (routes,) if documents is None else (routes, documents)
-        if self.mode != "mlp":  # no cache is filled inside a feed-forward part
+        if self.mode not in ("none", "mlp"):  # no cache is filled inside a feed-forward part
             disable_cache(model)
-        logger.info("activation checkpointing: %d modules recompute", len(checked))
+        if self.offload:
+            order = ActivationOrder()
+            blocks = [block for block in map(model.get_submodule, setup.structure.blocks) if has_forward(block)]
+            wrap(blocks, Offloading)
+            for block in blocks:
+                runtime_state(block).activations = order
+        if self.mode != "none" or self.offload:
+            text = "activation checkpointing: %d modules recompute; activations of blocks on the host: %s"
+            logger.info(text, len(checked), self.offload)
 
 
 def _mlps(structure: ModelStructure) -> tuple[str, ...]:

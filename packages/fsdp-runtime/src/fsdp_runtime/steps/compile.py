@@ -35,15 +35,6 @@ logger = logging.getLogger(__name__)
 RECOMPILE_LIMIT = 64
 
 
-def check_compile_options(options: Mapping[str, Any]) -> None:
-    """Check that ``torch.compile`` accepts the keywords; nothing is compiled."""
-    try:
-        nn.Identity().compile(**options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise OptionError(f"compile={dict(options)!r} is refused by torch.compile: {reason}") from error
-
-
 def async_compile_options(
     tp_mesh: DeviceMesh | None, compile_options: Mapping[str, Any], *, sequence_parallel: bool
 ) -> dict[str, Any]:
@@ -66,17 +57,6 @@ def async_compile_options(
             f"async_tensor_parallel cannot be combined with mode={options['mode']!r}: give options instead of a mode"
         )
     return {**options, "options": {**options.get("options", {}), MICRO_PIPELINE: True}}
-
-
-def check_cuda_graphs(options: Mapping[str, Any], *, is_sharded: bool) -> None:
-    """Refuse CUDA graphs of blocks that share their layers, tokens or parameters with other ranks."""
-    by_mode = options.get("mode") in ("reduce-overhead", "max-autotune")
-    if is_sharded and (by_mode or options.get("options", {}).get("triton.cudagraphs")):
-        raise OptionError(
-            f"compile={dict(options)!r} records CUDA graphs, which replay the addresses of one forward: FSDP2 "
-            "allocates gathered parameters in each forward, tp, cp and ep make new tensors of their shards, and each "
-            "replay would copy every parameter. Use 'default' or 'max-autotune-no-cudagraphs', or a mesh with one rank"
-        )
 
 
 @dataclass(frozen=True)
@@ -126,8 +106,19 @@ class Compile(Step[Mapping[str, Any]]):
         options = self.options
         if self.async_tensor_parallel:
             options = async_compile_options(setup.meshes.tp, options, sequence_parallel=setup.sequence_parallel)
-        check_compile_options(options)
-        check_cuda_graphs(options, is_sharded=setup.is_sharded)
+        try:
+            nn.Identity().compile(**options)  # nothing is compiled
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise OptionError(f"compile={dict(options)!r} is refused by torch.compile: {reason}") from error
+        by_mode = options.get("mode") in ("reduce-overhead", "max-autotune")
+        if setup.is_sharded and (by_mode or options.get("options", {}).get("triton.cudagraphs")):
+            raise OptionError(
+                f"compile={dict(options)!r} records CUDA graphs, which replay the addresses of one forward: FSDP2 "
+                "allocates gathered parameters in each forward, tp, cp and ep make new tensors of their shards, and "
+                "each replay would copy every parameter. Use 'default' or 'max-autotune-no-cudagraphs', or a mesh with "
+                "one rank"
+            )
         known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
         return {"recompile_limit": RECOMPILE_LIMIT, **options} if known else options
 
@@ -136,9 +127,17 @@ class Compile(Step[Mapping[str, Any]]):
         if self.async_tensor_parallel and setup.meshes.tp is not None:
             enable_symmetric_memory(setup.meshes.tp.get_group())
         if setup.sequence_parallel and setup.meshes.tp is not None:
-            _separate_caches(setup.meshes.tp.get_local_rank())
+            # The key of code that torch stores on disk has the full shape of a DTensor, not the local shape (torch 2.10
+            # to 2.13): if ``tp`` does not divide a sequence, a later run would get the code of a rank with another
+            # local length.
+            tag, config = f"[tp rank {setup.meshes.tp.get_local_rank()}]", torch.compiler.config
+            if tag not in config.cache_key_tag:
+                config.cache_key_tag += tag
         blocks = [model.get_submodule(path) for path in setup.structure.blocks]
-        if not _recomputes_in_graph(checked.get("backend", "inductor")):
+        # A recomputation inside of a graph keeps no random state: Inductor and AOTAutograd have to keep it (torch 2.10
+        # to 2.13, ``TagActivationCheckpoint``). Others, such as ``"eager"``, would recompute with other dropout.
+        backend = checked.get("backend", "inductor")
+        if not (isinstance(backend, str) and (backend == "inductor" or backend.startswith("aot_"))):
             for module in (module for block in blocks for module in filter(recomputes, block.modules())):
                 runtime_state(module).recomputes_in_python = True
         compile_blocks(blocks, checked)
@@ -149,24 +148,15 @@ class Compile(Step[Mapping[str, Any]]):
         logger.info("torch.compile: %d blocks", len(setup.structure.blocks))
 
 
-def _separate_caches(rank: int) -> None:
-    """Separate the compiled code that torch stores on disk by the rank of ``tp``."""
-    # The key of stored code has the full shape of a DTensor, not the local shape (torch 2.10 to 2.13): if ``tp`` does
-    # not divide a sequence, a later run would get the code of a rank with another local length.
-    tag, config = f"[tp rank {rank}]", torch.compiler.config
-    if tag not in config.cache_key_tag:
-        config.cache_key_tag += tag
-
-
+@dataclass(eq=False)
 class _RecordedForward:
     """Runs blocks uncompiled in a forward that is asked for outputs of submodules."""
 
     # transformers registers hooks on them at the first such forward. Compiled code does not look for new hooks
     # (``torch._dynamo.config.skip_nnmodule_hook_guards``), so their records would be missing.
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self.blocks = blocks
-        self.calls: Mapping[nn.Module, Any] = {}
+    blocks: Sequence[nn.Module]
+    calls: Mapping[nn.Module, Any] = field(default_factory=dict)
 
     def before(self, model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
         if any(asks_for(model, kwargs, output) for output in recorded_outputs(model)):
@@ -175,10 +165,3 @@ class _RecordedForward:
     def after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         compile_again(self.calls)
         self.calls = {}
-
-
-def _recomputes_in_graph(backend: Any) -> bool:
-    """Return True for a backend with graphs that draw the same random numbers when they recompute."""
-    # A recomputation inside of a graph keeps no random state: Inductor and AOTAutograd have to keep it (torch 2.10
-    # to 2.13, ``TagActivationCheckpoint``). Other backends, such as ``"eager"``, would recompute with other dropout.
-    return isinstance(backend, str) and (backend == "inductor" or backend.startswith("aot_"))

@@ -23,7 +23,7 @@ from fsdp_runtime.steps.documents.sequence_functions import (
     takes_boundaries,
     with_functions,
 )
-from fsdp_runtime.steps.saved_tensors import unrecorded
+from fsdp_runtime.steps.recomputation import unrecorded
 from fsdp_runtime.wrap import Wrapper, wrap
 
 logger = logging.getLogger(__name__)
