@@ -179,7 +179,7 @@ CASES: Provocations = {
         "OptionError: not torch's styles": _float8_by_styles_of_torch,
         "OptionError: casts a weight twice": lambda: Float8("rowwise", gather=True),
     },
-    "fsdp_runtime/steps/fsdp/float8_gather.py": {
+    "fsdp_runtime/steps/fsdp/dtypes.py": {
         "OptionError: casts shards on the device": lambda: _gathers(offload_policy=CPUOffloadPolicy()),
         "OptionError: would round small weights": lambda: _gathers(mp_policy=MixedPrecisionPolicy(torch.float16)),
     },

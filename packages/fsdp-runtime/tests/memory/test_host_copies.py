@@ -11,7 +11,7 @@ import torch
 
 from fsdp_runtime.errors import OffloadError
 from fsdp_runtime.memory import host_copies
-from fsdp_runtime.memory.host_copies import DeviceCopies, available_host_memory, require_host_memory
+from fsdp_runtime.memory.host_copies import HostCopies, available_host_memory, require_host_memory
 
 LOG: list[str] = []
 
@@ -53,7 +53,7 @@ def test_device_copies_wait_for_the_computation_and_the_computation_for_them(mon
     monkeypatch.setattr(torch, "Stream", _Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device: computation)
     monkeypatch.setattr(torch, "empty", without_a_device)
-    copies = DeviceCopies(torch.device("cpu"))
+    copies = HostCopies(torch.device("cpu"))
     source = torch.arange(6.0)
     host = copies.to_host(source)
     assert LOG == ["copies wait for computation", "enter", "leave"]

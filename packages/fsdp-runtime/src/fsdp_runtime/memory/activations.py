@@ -22,20 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import (
-    after_backward,
-    in_backward,
-    local_tensor,
-    require_version,
-    storage_key,
-    tensor_version,
-    tree_leaves,
-    unchanged,
-    viewed_tensor,
-    waited,
-    with_version,
-    wraps_tensors,
-)
+from fsdp_runtime import _torch_compat as compat
 from fsdp_runtime.memory import host_copies
 
 #: Smaller storages stay on the device, as in torchtune's and TRL's ``OffloadActivations``.
@@ -48,7 +35,7 @@ class _StorageCopy:
     def __init__(self, source: Tensor, copies: host_copies.HostCopies) -> None:
         # ``source`` is a flat view of the whole storage: it keeps the storage alive, and shares its version.
         self.source: Tensor | None = source
-        self.version = self.last_version = tensor_version(source)
+        self.version = self.last_version = compat.tensor_version(source)
         self.restored: Tensor | None = None
         self.loaded: Any = None  # the event behind ``restored``
         self.nbytes, self.copies = source.nbytes, copies
@@ -75,13 +62,13 @@ class _StorageCopy:
     def require_unchanged(self) -> None:
         """Raise torch's error if an operator wrote into the storage before its copy was complete."""
         if self.source is not None:
-            self.last_version = tensor_version(self.source)
-        require_version(self.host, self.last_version, self.version)
+            self.last_version = compat.tensor_version(self.source)
+        compat.require_version(self.host, self.last_version, self.version)
 
     def free_source(self) -> None:
         """Free the storage on the device."""
         if self.source is not None:
-            self.last_version = tensor_version(self.source)
+            self.last_version = compat.tensor_version(self.source)
         self.source = None
 
 
@@ -101,7 +88,7 @@ class BlockActivations:
     """The storages of one forward of a block; saved tensors hold this object until their backward."""
 
     def __init__(self, module: nn.Module, arguments: Any, order: ActivationOrder) -> None:
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in compat.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         self.order, self.module = order, module
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self.copies = host_copies.make_copies(self.device)
@@ -115,9 +102,9 @@ class BlockActivations:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return a saved tensor's record, in place of the tensor."""
-        local = waited(local_tensor(tensor))
+        local = compat.waited(compat.local_tensor(tensor))
         if (storage := self._copied(tensor, local)) is None:
-            return with_version(tensor)
+            return compat.with_version(tensor)
         layout = None
         if isinstance(tensor, DTensor):
             layout = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
@@ -127,7 +114,7 @@ class BlockActivations:
     def unpack(saved: Any) -> Tensor:
         """Return the saved tensor of a record."""
         if not isinstance(saved, _SavedView):
-            return unchanged(saved)
+            return compat.unchanged(saved)
         flat = saved.block._on_device(saved.storage)
         local = flat.as_strided(saved.size, saved.stride, saved.offset)
         if saved.dtensor is None:
@@ -162,7 +149,7 @@ class BlockActivations:
             storage.drop()
 
     def _on_device(self, storage: _StorageCopy) -> Tensor:
-        if in_backward():
+        if compat.in_backward():
             self.order.reads(self)
         storage.require_unchanged()
         if storage.source is not None:
@@ -170,7 +157,7 @@ class BlockActivations:
         self.load()
         self.copies.wait(storage.loaded)
         flat = storage.restored
-        if not in_backward():
+        if not compat.in_backward():
             self.drop()
         return flat  # type: ignore[return-value]  # loaded above
 
@@ -179,12 +166,12 @@ class BlockActivations:
 
     def _copied(self, tensor: Tensor, local: Tensor) -> _StorageCopy | None:
         """Return the copy of a tensor's storage; ``None`` if others hold the storage, or it is not worth a copy."""
-        if isinstance(tensor, nn.Parameter) or isinstance(viewed_tensor(tensor), nn.Parameter):
+        if isinstance(tensor, nn.Parameter) or isinstance(compat.viewed_tensor(tensor), nn.Parameter):
             return None
-        if local.device != self.device or local.layout is not torch.strided or wraps_tensors(local):
+        if local.device != self.device or local.layout is not torch.strided or compat.wraps_tensors(local):
             return None
         storage = local.untyped_storage()
-        nbytes, key = storage.nbytes(), (storage_key(storage), tensor_version(local), local.dtype)
+        nbytes, key = storage.nbytes(), (compat.storage_key(storage), compat.tensor_version(local), local.dtype)
         if nbytes < MIN_BYTES or nbytes % local.itemsize or local.is_conj() or local.is_neg():
             return None
         if key not in self._by_storage:
@@ -200,7 +187,7 @@ class BlockActivations:
         # FSDP2 has gathered the block's parameters by now.  A part that it wraps gathers its own at each forward.
         if not self._left_is_final:
             held = (*self._shared, *self.module.parameters(), *self.module.buffers())
-            self._left = {storage_key(local_tensor(tensor)) for tensor in held}
+            self._left = {compat.storage_key(compat.local_tensor(tensor)) for tensor in held}
             parts = (part for part in self.module.modules() if part is not self.module)
             self._left_is_final = not any(isinstance(part, FSDPModule) for part in parts)
         return self._left
@@ -234,7 +221,7 @@ class ActivationOrder:
         block.load()
         if (before := block.previous()) is not None:
             before.load()
-        after_backward(self._drop_all)
+        compat.after_backward(self._drop_all)
 
     def _drop_all(self) -> None:
         for block in (self.read(), None if self.read() is None else self.read().previous()):

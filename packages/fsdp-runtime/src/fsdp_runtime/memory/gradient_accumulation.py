@@ -11,14 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_runtime._torch_compat import (
-    accumulates,
-    after_backward,
-    drop_unreduced_gradients,
-    is_written,
-    placeholder,
-    unreduced_gradients,
-)
+from fsdp_runtime import _torch_compat as fsdp2
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
 
@@ -93,7 +86,7 @@ def watch_accumulation(root: Any, outputs: Iterable[Tensor]) -> None:
     def begin(_gradient: Tensor) -> None:
         drop_cleared_gradients(root)
         drop_placeholders(root)
-        after_backward(partial(_mark, root))
+        fsdp2.after_backward(partial(_mark, root))
 
     for output in outputs:
         if output.requires_grad:
@@ -110,10 +103,10 @@ def drop_placeholders(root: Any) -> None:
 
 def _mark(root: Any) -> None:
     state = runtime_state(root)
-    if state.marks or not accumulates(root):  # another output of the same backward has set the marks
+    if state.marks or not fsdp2.accumulates(root):  # another output of the same backward has set the marks
         return
-    shards = [shard for unit in state.units for shard in unreduced_gradients(unit)]
-    state.marks = [(shard, placeholder(shard) if shard.grad is None else None) for shard in shards]
+    shards = [shard for unit in state.units for shard in fsdp2.unreduced_gradients(unit)]
+    state.marks = [(shard, fsdp2.placeholder(shard) if shard.grad is None else None) for shard in shards]
     for shard, mark in state.marks:
         shard.grad = shard.grad if mark is None else mark
 
@@ -121,9 +114,11 @@ def _mark(root: Any) -> None:
 def drop_cleared_gradients(root: Any) -> None:
     """Drop a parameter's accumulated gradients if the user has set ``grad`` to ``None`` or zero."""
     state = runtime_state(root)
-    zeroed = {shard for shard, mark in state.marks if mark is not None and shard.grad is mark and is_written(mark)}
+    zeroed = {
+        shard for shard, mark in state.marks if mark is not None and shard.grad is mark and fsdp2.is_written(mark)
+    }
     cleared = zeroed | {shard for shard, _ in state.marks if shard.grad is None}
-    if cleared and not all(drop_unreduced_gradients(unit, cleared) for unit in state.units):
+    if cleared and not all(fsdp2.drop_unreduced_gradients(unit, cleared) for unit in state.units):
         raise ModelError(
             f"the gradients of {len(cleared)} parameters were cleared, and no_sync(reduce_scatter=True) keeps them "
             "in one buffer with other gradients: call model.zero_grad()"

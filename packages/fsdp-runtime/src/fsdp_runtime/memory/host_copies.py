@@ -41,104 +41,82 @@ HELD_BYTES = HeldBytes()
 
 
 class HostCopies:
-    """Copies within host memory, for a model on the CPU: each copy is complete at its call."""
+    """Copies between an accelerator and pinned memory, on one stream beside the stream of the computation.
 
-    held = HELD_BYTES
-
-    def empty(self, nbytes: int) -> Tensor:
-        """Return host memory for copies, ``[bytes]`` uint8."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Begin to copy a tensor, after the work that the current stream has at the call."""
-        target.copy_(source)
-
-    def to_host(self, source: Tensor) -> Any:
-        """Begin to copy a tensor to new host memory."""
-        return source.clone()
-
-    def to_device(self, host: Any) -> Tensor:
-        """Begin to copy the result of :meth:`to_host` back to new memory of the device."""
-        copy: Tensor = host.clone()
-        return copy
-
-    def record(self) -> Any:
-        """Return an event behind the copies so far."""
-
-    def for_thread(self) -> HostCopies:
-        """Return copies for another thread, behind the work that the current stream has now, but no later work."""
-        return self
-
-    def enter_thread(self) -> None:
-        """Make the device current in the thread of the call."""
-
-    def wait(self, event: Any) -> None:
-        """Let the current stream wait for an event; the host goes on."""
-
-    def synchronize(self, event: Any) -> None:
-        """Let the host wait for an event."""
-
-
-class DeviceCopies(HostCopies):
-    """Copies between an accelerator and pinned memory, on one stream beside the stream of the computation."""
+    Without a device, copies within host memory, for a model on the CPU: each copy is complete at its call.
+    """
 
     # Tensors of the device belong to the stream of the computation: it makes them, and it waits for a copy before it
     # uses or frees them. So the caching allocator may reuse their memory in the order of that stream.
 
-    def __init__(self, device: torch.device, *, waits: bool = True) -> None:
+    held = HELD_BYTES
+    _stream: torch.Stream | None = None
+
+    def __init__(self, device: torch.device | None = None, *, waits: bool = True) -> None:
         self._device, self._waits = device, waits  # each copy waits for the current stream
-        self._stream = torch.Stream(device)
+        if device is not None:
+            self._stream = torch.Stream(device)
 
     def empty(self, nbytes: int) -> Tensor:
-        """See :class:`HostCopies`."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        """Return host memory for copies, ``[bytes]`` uint8."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """See :class:`HostCopies`."""
+        """Begin to copy a tensor, after the work that the current stream has at the call."""
+        if self._stream is None:
+            target.copy_(source)
+            return
         if self._waits:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             target.copy_(source, non_blocking=True)
 
     def to_host(self, source: Tensor) -> Any:
-        """See :class:`HostCopies`."""
+        """Begin to copy a tensor to new host memory."""
+        if self._stream is None:
+            return source.clone()
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         self.copy(host, source)
         return host
 
     def to_device(self, host: Any) -> Tensor:
-        """See :class:`HostCopies`."""
-        target = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        """Begin to copy the result of :meth:`to_host` back to new memory of the device."""
+        target = torch.empty(host.shape, dtype=host.dtype, device=self._device or host.device)
         self.copy(target, host)
         return target
 
+    def record(self) -> Any:
+        """Return an event behind the copies so far."""
+        return None if self._stream is None else self._stream.record_event()
+
     def for_thread(self) -> HostCopies:
-        """See :class:`HostCopies`."""
+        """Return copies for another thread, behind the work that the current stream has now, but no later work."""
         # A ``torch.Stream`` keeps the stream before its ``with``, so that two threads must not share one.
-        copies = DeviceCopies(self._device, waits=False)
-        copies._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        if self._stream is None:
+            return self
+        copies = HostCopies(self._device, waits=False)
+        copies._stream.wait_stream(torch.accelerator.current_stream(self._device))  # type: ignore[union-attr]
         return copies
 
     def enter_thread(self) -> None:
-        """See :class:`HostCopies`."""
-        torch.accelerator.set_device_index(self._device)
-
-    def record(self) -> Any:
-        """See :class:`HostCopies`."""
-        return self._stream.record_event()
+        """Make the device current in the thread of the call."""
+        if self._stream is not None:
+            torch.accelerator.set_device_index(self._device)
 
     def wait(self, event: Any) -> None:
-        """See :class:`HostCopies`."""
-        torch.accelerator.current_stream(self._device).wait_event(event)
+        """Let the current stream wait for an event; the host goes on."""
+        if event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(event)
 
     def synchronize(self, event: Any) -> None:
-        """See :class:`HostCopies`."""
-        event.synchronize()
+        """Let the host wait for an event."""
+        if event is not None:
+            event.synchronize()
 
 
 #: Makes the copies of a device; a dry run and tests put another function in its place.
 make_copies: Callable[[torch.device], HostCopies] = cache(
-    lambda device: HostCopies() if device.type == "cpu" else DeviceCopies(device)
+    lambda device: HostCopies(None if device.type == "cpu" else device)
 )
 
 

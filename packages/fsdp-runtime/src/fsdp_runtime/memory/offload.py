@@ -7,8 +7,9 @@ shards, tied weights and the optimizer's references stay valid.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
@@ -53,7 +54,7 @@ class _Offloaded:
 
     device: torch.device
     storages: dict[Part, list[tuple[UntypedStorage, Tensor]]] = field(default_factory=dict)
-    guards: list[Any] = field(default_factory=list)
+    guards: list[Callable[[], None]] = field(default_factory=list)  # remove the hooks
 
 
 def offload(
@@ -95,12 +96,9 @@ def offload(
     selected = _require_parts(parts)
     if selected == ("optimizer",) and optimizer is None:
         raise OptionError("parts=('optimizer',) without an optimizer: pass it as the second argument")
-    target = (
-        require_device(device)
-        if device is not None
-        else compute_device(model, state_entries(model, allow_offloaded=True))
-    )
-    if target.type == "cpu" and device is None:
+    if device is not None:
+        target = require_device(device)
+    elif (target := compute_device(model, state_entries(model, allow_offloaded=True))).type == "cpu":
         logger.info("the model is on the CPU: nothing to offload")
         return OffloadReport(dict.fromkeys(selected, 0), None, None)
     for module in model.modules():
@@ -165,8 +163,8 @@ def onload(model: nn.Module, *, parts: Iterable[Part] = PARTS) -> OffloadReport:
         _synchronize(offloaded.device)
         moved[part] = sum(host.nbytes for _, host in pairs)
     if not offloaded.storages:
-        for guard in offloaded.guards:
-            guard.remove()
+        for remove in offloaded.guards:
+            remove()
         runtime_state(model).offloaded = None
     return OffloadReport(moved, before, _allocated(offloaded.device))
 
@@ -237,19 +235,17 @@ def _guard(offloaded: _Offloaded, model: nn.Module) -> None:
             refuse()
 
     for module in model.modules():
-        guards = [
-            hook_forward(module, "refuses to run while offloaded", before=refuse_forward, first=True),
-            module.register_state_dict_pre_hook(refuse_forward),  # type: ignore[no-untyped-call]
+        offloaded.guards += [
+            hook_forward(module, "refuses to run while offloaded", before=refuse_forward, first=True).remove,
+            module.register_state_dict_pre_hook(refuse_forward).remove,  # type: ignore[no-untyped-call]
         ]
-        offloaded.guards += guards
         names = ("__deepcopy__", "__reduce_ex__", *(("unshard",) if isinstance(module, FSDPModule) else ()))
-        offloaded.guards += [_Attribute(module, name, module.__dict__.get(name)) for name in names]
+        offloaded.guards += [partial(_restore, module, name, module.__dict__.get(name)) for name in names]
         module.__dict__.update(dict.fromkeys(names, refuse))
-    offloaded.guards.append(register_optimizer_step_pre_hook(_refuse_freed))
+    offloaded.guards.append(register_optimizer_step_pre_hook(_refuse_freed).remove)
 
 
 def _refuse_freed(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Raise before a step of any optimizer that reads freed parameters, gradients or state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     state = [leaf for leaf in tree_leaves(optimizer.state) if isinstance(leaf, Tensor)]
@@ -261,18 +257,10 @@ def _refuse_freed(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Attribute:
-    """An attribute of one module instance; ``remove`` restores the attribute that it replaced."""
-
-    module: nn.Module
-    name: str
-    replaced: Any
-
-    def remove(self) -> None:
-        self.module.__dict__.pop(self.name, None)
-        if self.replaced is not None:
-            self.module.__dict__[self.name] = self.replaced
+def _restore(module: nn.Module, name: str, replaced: Any) -> None:
+    module.__dict__.pop(name, None)
+    if replaced is not None:
+        module.__dict__[name] = replaced
 
 
 def _allocated(device: torch.device) -> int | None:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_runtime._torch_compat import (
-    check_saved_tensors,
-    gathered_bytes,
-    initialize_root,
-    reduce_gradients,
-    unreduced_gradients,
-)
+from fsdp_runtime import _torch_compat as fsdp2
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
@@ -61,38 +54,37 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
         3
     """
     state_entries(model)  # raises where parameters are offloaded
-    units = [
-        _FSDPModule(module, gathered_bytes(module), reshards_after_forward(module, is_root=module is model))
+    units: list[Any] = [
+        module
         for module in model.modules()
         if isinstance(module, FSDPModule) and runtime_state(module).unsharded is None
     ]
+    reshards = {unit: reshards_after_forward(unit, is_root=unit is model) for unit in units}
     held = units if max_bytes is None else _that_fit(units, max_bytes)
     root = model if isinstance(model, FSDPModule) and runtime_state(model).is_fsdp_root and units else None
     if root is not None:
-        initialize_root(root)  # otherwise a forward below the root leaves the root's parameters without gradients
-    pending = any(unreduced_gradients(unit.module) for unit in units)  # after no_sync
+        fsdp2.initialize_root(root)  # otherwise a forward below the root leaves the root's parameters without gradients
+    pending = any(fsdp2.unreduced_gradients(unit) for unit in units)  # after no_sync
     try:
         for unit in units:
-            runtime_state(unit.module).unsharded = unit in held
-            unit.module.reshard()  # an earlier forward may have left the module gathered
-            runtime_state(unit.module).versions = None
+            runtime_state(unit).unsharded = unit in held
+            unit.reshard()  # an earlier forward may have left the module gathered
+            runtime_state(unit).versions = None
+            unit.set_reshard_after_forward(unit not in held, recurse=False)
             if unit in held:
-                unit.module.set_reshard_after_forward(False, recurse=False)
                 with torch.inference_mode(False):  # FSDP2 keeps the tensors that it allocates
-                    unit.module.unshard()
-            else:
-                unit.module.set_reshard_after_forward(True, recurse=False)
-        with check_saved_tensors(_freed) if units and torch.is_grad_enabled() else nullcontext():
+                    unit.unshard()
+        with fsdp2.check_saved_tensors(_freed) if units and torch.is_grad_enabled() else nullcontext():
             yield model
         if root is not None and not pending:
-            of_root, *of_blocks = (unreduced_gradients(unit.module) for unit in units)
+            of_root, *of_blocks = (fsdp2.unreduced_gradients(unit) for unit in units)
             if of_root and not any(of_blocks):  # a backward through no FSDP module's output, as from the head
-                reduce_gradients(root)
+                fsdp2.reduce_gradients(root)
     finally:
         for unit in units:
-            unit.module.set_reshard_after_forward(unit.reshards, recurse=False)
-            unit.module.reshard()
-            runtime_state(unit.module).unsharded = None
+            unit.set_reshard_after_forward(reshards[unit], recurse=False)
+            unit.reshard()
+            runtime_state(unit).unsharded = None
 
 
 def is_held(module: nn.Module) -> bool:
@@ -108,26 +100,16 @@ def _freed() -> ModelError:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _FSDPModule:
-    module: Any
-    nbytes: int
-    reshards: bool
-
-
-def _that_fit(units: list[_FSDPModule], max_bytes: int) -> list[_FSDPModule]:
+def _that_fit(units: list[Any], max_bytes: int) -> list[Any]:
     """Return the first modules that fit into ``max_bytes`` beside the largest module of the rest."""
-    held = list(units)
-    while (needed := _needed(held, units)) > max_bytes:
-        if len(held) <= 1:  # the root stays gathered during every block's forward
+    nbytes = [fsdp2.gathered_bytes(unit) for unit in units]
+    held = len(units)
+    while (needed := sum(nbytes[:held]) + max(nbytes[held:], default=0)) > max_bytes:
+        if held <= 1:  # the root stays gathered during every block's forward
             raise OptionError(
                 f"max_bytes={max_bytes:,} is too small: the root and the largest block take {needed:,} bytes gathered"
             )
-        held.pop()
-    if len(held) < len(units):
-        logger.info("unsharded: %d of %d FSDP modules stay gathered within %d bytes", len(held), len(units), max_bytes)
-    return held
-
-
-def _needed(held: list[_FSDPModule], units: list[_FSDPModule]) -> int:
-    return sum(unit.nbytes for unit in held) + max((unit.nbytes for unit in units if unit not in held), default=0)
+        held -= 1
+    if held < len(units):
+        logger.info("unsharded: %d of %d FSDP modules stay gathered within %d bytes", held, len(units), max_bytes)
+    return units[:held]

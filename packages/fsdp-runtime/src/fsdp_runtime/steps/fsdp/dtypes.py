@@ -1,15 +1,22 @@
-"""Parameters with another dtype than the model's, such as routers in float32 inside a bfloat16 model, under FSDP2.
+"""Dtypes of parameters under FSDP2: routers in float32 inside a bfloat16 model, and weights gathered in float8.
 
 FSDP2 needs one dtype for the trainable parameters of each module that it wraps, and casts all of them to
 ``MixedPrecisionPolicy.param_dtype``.  Models keep some parameters in float32 because their code computes with them in
 float32.  Here these parameters keep their dtype, as in one process.  A large module of them becomes a separate FSDP
 module.  All others stay replicated, as scalars do, and their gradients are reduced as FSDP2 reduces gradients.
+
+FSDP2 gathers the weights of float8 layers in float8: half of bfloat16's bytes, and the same products.  A rank casts its
+shard by the scale of the full weight.  A forward after an update all-reduces the maxima of all weights once.  The
+gathered weight has the compute dtype and the values of float8, so that every other reader gets a plain tensor; the
+layer casts it by the same scale, without another rounding.  Source of the method: torchao's
+``enable_fsdp_float8_all_gather``.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import hook_gradient
+from fsdp_runtime._torch_compat import after_initialization, hook_gradient, local_tensor, set_gathers, write_gathered
 from fsdp_runtime._transformers_compat.dtypes import kept_in_float32
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.sharded.collectives import all_reduce_over, ranks_of
+from fsdp_runtime.wrap import hook_forward
 from tp_plans.model_tree import ancestors
+
+logger = logging.getLogger(__name__)
 
 #: A module of parameters in another dtype is sharded from this number of elements on.  For a smaller module an
 #: all-gather costs more than the memory.
@@ -78,7 +89,11 @@ def resolve_fsdp_dtypes(
             own_dtype.add(path)
         others = {name for name, each in parameters.items() if not _fits(dtypes[name], main, trains=each.requires_grad)}
         if others and path in experts:
-            _refuse_experts(path, parameters, dtypes)
+            first = {dtypes[name]: f"{name} in {parameters[name].dtype}" for name in reversed(list(parameters))}
+            raise OptionError(
+                f"FSDP2 needs one dtype for the trainable parameters of each module of experts, and {path} has "
+                f"{' and '.join(reversed(first.values()))}: convert them to one dtype"
+            )
         separate = dict(_separate(model, path, parameters, others, dtypes))
         modules += separate
         own_dtype |= separate.keys()
@@ -114,12 +129,10 @@ def _dtypes(
 
 
 def _dtype_of_most(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
-    """Return the most common dtype by elements, or ``None`` without parameters."""
     return _most((parameter.dtype, parameter.numel()) for parameter in parameters)  # type: ignore[no-any-return]
 
 
 def _most(sizes: Iterable[tuple[Any, int]]) -> Any:
-    """Return the key with the largest sum, ``None`` without keys."""
     sums: dict[Any, int] = defaultdict(int)
     for key, size in sizes:
         sums[key] += size
@@ -153,22 +166,13 @@ def _separate(
     """Yield the outermost modules of an FSDP module that are large and hold one other dtype."""
     done: set[str] = set()
     for path, module in model.get_submodule(unit).named_modules(prefix=unit) if others else ():
-        if path == unit or not done.isdisjoint(ancestors(path)):
-            continue
         names = [f"{path}.{name}" for name, _ in module.named_parameters()]
-        if not names or not others.issuperset(names):
+        is_outermost = path != unit and done.isdisjoint(ancestors(path))
+        if not (is_outermost and names and others.issuperset(names)):
             continue
         if len({dtypes[name] for name in names}) == 1 and sum(parameters[n].numel() for n in names) >= SHARDED_FROM:
             done.add(path)
             yield path, names
-
-
-def _refuse_experts(path: str, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, _Dtypes]) -> None:
-    first = {dtypes[name]: f"{name} in {parameters[name].dtype}" for name in reversed(list(parameters))}
-    raise OptionError(
-        f"FSDP2 needs one dtype for the trainable parameters of each module of experts, and {path} has "
-        f"{' and '.join(reversed(first.values()))}: convert them to one dtype"
-    )
 
 
 def reduce_gradients(parameter: nn.Parameter, mesh: DeviceMesh, divisor: float) -> None:
@@ -189,3 +193,83 @@ def reduce_gradients(parameter: nn.Parameter, mesh: DeviceMesh, divisor: float) 
         )
 
     hook_gradient(parameter, reduce)
+
+
+def check_float8_gather(steps: Sequence[object], offload_policy: Any, dtype: torch.dtype | None) -> None:
+    """Refuse a float8 gather of shards on the host, or into float16."""
+    if not any(getattr(step, "gather", False) for step in steps):
+        return
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise OptionError("Float8(gather=True) casts shards on the device: leave out offload_policy, or gather=True")
+    if dtype is torch.float16:
+        raise OptionError("Float8(gather=True) with param_dtype=torch.float16 would round small weights: use bfloat16")
+
+
+class _Float8Gather:
+    def __init__(self, layer: Any, dtype: torch.dtype | None) -> None:
+        self.layer, self.shard = layer, layer.weight
+        self.dtype = dtype or layer.weight.dtype
+        self.version = -1  # of the values that the layer's scale belongs to
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether FSDP2 gathers the weight in float8, and its scale belongs to earlier values."""
+        return hasattr(local_tensor(self.shard), "fsdp_pre_all_gather") and self.version != self._version()
+
+    def _version(self) -> int:
+        return int(self.shard._version + local_tensor(self.shard)._version)
+
+    def set_scale(self, scale: Tensor) -> None:
+        """Set the scale of the full weight, in one tensor for compiled code."""
+        if self.layer.weight_scale is None:
+            self.layer.weight_scale = torch.empty_like(scale)
+        self.layer.weight_scale.copy_(scale)
+        self.version = self._version()
+
+    def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any) -> Any:
+        """Cast the shard; FSDP2's ``fsdp_pre_all_gather``."""
+        if self.is_stale:
+            _agree_on_scales([self])
+        scale, local = self.layer.weight_scale, local_tensor(self.shard).to(self.dtype)
+        return (self.layer.layer.recipe.values_by(scale, local),), (scale,)
+
+    def after(self, outputs: tuple[Tensor], scales: tuple[Tensor], dtype: Any, *, out: Tensor | None = None) -> Any:
+        """Return the gathered weight, or write it to ``out``; FSDP2's ``fsdp_post_all_gather``."""
+        values = (outputs[0].float() / scales[0]).to(dtype)
+        return (values, (values,)) if out is None else write_gathered(out, values)
+
+
+def gather_in_float8(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """Gather the weights in float8 that have as many rows on every rank."""
+    gathers: dict[nn.Module, _Float8Gather] = {}
+    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "gathers_in_float8", False)]
+    for layer in layers:
+        tp = layer.layer.mesh.size() if layer.layer.sharded == 0 else 1
+        if isinstance(layer.weight, DTensor) and layer.weight.shape[0] % (tp * mesh.size(mesh.ndim - 1)) == 0:
+            gathers[layer] = _Float8Gather(layer, dtype)
+    if not gathers:
+        return
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def agree(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        if stale := [gather for gather in gathers.values() if gather.is_stale]:
+            _agree_on_scales(stale)
+
+    hook_forward(model, "agrees on the scales of float8 weights", before=agree, first=True)
+    after_initialization(model, lambda: set_gathers(model, gathers))
+    logger.info("FSDP2: %d weights are gathered in float8", len(gathers))
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _agree_on_scales(gathers: Sequence[_Float8Gather]) -> None:
+    """Set the scales of weights from the largest magnitudes of all their shards."""
+    by_mesh: dict[DeviceMesh, list[_Float8Gather]] = defaultdict(list)
+    for gather in gathers:
+        by_mesh[gather.shard.device_mesh].append(gather)
+    for mesh, weights in by_mesh.items():
+        shards = [(local_tensor(weight.shard).detach(), weight.dtype) for weight in weights]
+        largest = torch.stack([shard.abs().amax().to(dtype) for shard, dtype in shards])
+        largest = all_reduce_over(ranks_of(mesh).groups, largest, dist.ReduceOp.MAX)
+        for weight, scale in zip(weights, weights[0].layer.layer.recipe.scale(largest).unbind(), strict=True):
+            weight.set_scale(scale)

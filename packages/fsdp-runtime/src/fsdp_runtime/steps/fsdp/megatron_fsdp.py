@@ -62,7 +62,10 @@ def resolve_megatron_fsdp(
         ),
         **(options or {}),
     }
-    _require_known(megatron, keywords)
+    known = inspect.signature(megatron.fully_shard_model).parameters
+    if unknown := [name for name in keywords if name not in known]:
+        version = getattr(megatron, "__version__", "of unknown version")
+        raise OptionError(f"megatron-fsdp {version} takes no {', '.join(unknown)}: it takes {', '.join(known)}")
     return MegatronFSDP(megatron, mesh, keywords)
 
 
@@ -86,23 +89,15 @@ def _unit_classes(
     present = {type(module): None for module in model.modules()}
     if units is None:
         return list({type(block): None for block in structure.blocks.values()})
-    chosen = [cls for cls in present if any(_is_meant(cls, name) for name in units)]
+    names = {cls: (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in present}
+    chosen = [
+        cls
+        for cls in present
+        if any(unit in names[cls] if isinstance(unit, str) else issubclass(cls, unit) for unit in units)
+    ]
     if not chosen:
         blocks = ", ".join(sorted({type(block).__name__ for block in structure.blocks.values()}))
         raise ModelError(
             f"no module is of class {', '.join(map(str, units))}: the model's blocks are of class {blocks}"
         )
     return chosen
-
-
-def _is_meant(cls: type[nn.Module], unit: type[nn.Module] | str) -> bool:
-    if isinstance(unit, str):
-        return unit in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
-    return issubclass(cls, unit)
-
-
-def _require_known(megatron: Any, keywords: Mapping[str, Any]) -> None:
-    known = inspect.signature(megatron.fully_shard_model).parameters
-    if unknown := [name for name in keywords if name not in known]:
-        version = getattr(megatron, "__version__", "of unknown version")
-        raise OptionError(f"megatron-fsdp {version} takes no {', '.join(unknown)}: it takes {', '.join(known)}")

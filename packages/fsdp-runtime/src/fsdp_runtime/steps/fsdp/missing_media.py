@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import tree_leaves
 from fsdp_runtime._transformers_compat.models import MEDIA_METHODS, original_class
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.memory.unshard import is_held
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects, all_reduce_over, ranks_of
 from fsdp_runtime.wrap import hook_forward, hook_model
 from tp_plans.model_tree import is_at_or_below
 
@@ -52,22 +53,22 @@ class AbsentMedia:
     owners: Mapping[str, Sequence[nn.Module]]
     groups: Sequence[ProcessGroup]
     projectors: Sequence[str]
-    is_dry_run: bool = False
     absent: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def agree(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Find the media that other ranks have and this rank lacks; a forward pre-hook of the model."""
         self.absent = {}
-        if not torch.is_grad_enabled() and all(map(_is_held, self.model.modules())):
+        if not torch.is_grad_enabled() and all(
+            is_held(module) for module in self.model.modules() if isinstance(module, FSDPModule)
+        ):
             return  # no collective of a tower follows, and ranks that generate may call the model at other times
         inputs = _arguments(module, args, kwargs)
         local = {medium: _media(medium, owners, inputs) for medium, owners in self.owners.items()}
         flags = [inputs.get("input_ids") is None, *(bool(media) for media in local.values())]
         device = next((value.device for value in inputs.values() if isinstance(value, Tensor)), torch.device("cpu"))
         counts = torch.tensor([*flags, *(not flag for flag in flags)], dtype=torch.int32, device=device)
-        for group in self.groups:
-            dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
-        if self.is_dry_run:
+        counts = all_reduce_over(self.groups, counts, dist.ReduceOp.MAX)
+        if any(dist.get_backend(group) == "fake" for group in self.groups):  # of a dry run
             return
         (embedded, *some), (_, *lacking) = counts.view(2, -1).bool().tolist()
         mixed = [medium for medium, has, lacks in zip(local, some, lacking, strict=True) if has and lacks]
@@ -89,7 +90,9 @@ class AbsentMedia:
                 f"{', '.join(mixed)} not on every rank. Ranks would run the towers in different orders: give every "
                 "rank rows with the same media, or batches with audio and batches with images"
             )
-        templates = self._gather({medium: _template(local[medium]) for medium in mixed if local[medium]})
+        held = {medium: _template(local[medium]) for medium in mixed if local[medium]}
+        by_rank = all_gather_objects(ModelRanks(self.groups), held).values()
+        templates = {medium: template for of_rank in reversed([*by_rank]) for medium, template in of_rank.items()}
         self.absent = {medium: templates[medium] for medium in mixed if not local[medium]}
 
     def run(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
@@ -106,18 +109,12 @@ class AbsentMedia:
             used = {name: value for name, value in features.items() if name in names}
             projectors = () if projected else map(self.model.get_parameter, self.projectors)
             leaves = tree_leaves((used, *projectors))
-            nothing += [_nothing(each) for each in leaves if isinstance(each, Tensor) and each.requires_grad]
+            trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+            local = (leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in trained)
+            nothing += [leaf.flatten()[:0].sum() for leaf in local]  # with gradients of zero
         if not nothing:  # frozen towers
             return None
         return output + torch.stack([value.to(output.dtype) for value in nothing]).sum()
-
-    def _gather(self, templates: dict[str, Any]) -> dict[str, Any]:
-        """Return a template of each medium from the ranks that have it; collective over the groups."""
-        for group in self.groups:
-            gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(gathered, templates, group=group)
-            templates = {medium: value for one in reversed(gathered) for medium, value in one.items()}
-        return templates
 
 
 def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: DeviceMesh) -> None:
@@ -127,16 +124,9 @@ def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: Device
     if mesh.size() == 1 or tree.embedding is None or not owners:
         return
     projectors = [name for name in tree.parameters if "projector" in name and not is_at_or_below(name, tree.root)]
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    is_dry_run = any(dist.get_backend(group) == "fake" for group in groups)
-    hooks = AbsentMedia(model, owners, groups, projectors, is_dry_run)
+    hooks = AbsentMedia(model, owners, ranks_of(mesh).groups, projectors)
     hook_model(model, "agrees on the media of all ranks", hooks.agree, first=True)
     hook_forward(model.get_submodule(tree.embedding), "runs towers without media", after=hooks.run)
-
-
-def _is_held(module: nn.Module) -> bool:
-    """Return False for a module of FSDP2 that is not kept gathered."""
-    return not isinstance(module, FSDPModule) or runtime_state(module).unsharded is True
 
 
 def _media_owners(model: nn.Module, *, several_stacks: bool) -> dict[str, list[nn.Module]]:
@@ -180,9 +170,3 @@ def _filled(value: Any, like: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.full_like(value, _FILL, device=like.device) if value.is_meta else value.to(like.device)
-
-
-def _nothing(value: Tensor) -> Tensor:
-    """Return zero, with a gradient of zero for a tensor."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.flatten()[:0].sum()

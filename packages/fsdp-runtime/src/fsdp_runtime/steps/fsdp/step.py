@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, get_args
 
 import torch
@@ -21,16 +22,20 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_runtime._torch_compat import has_forward
 from fsdp_runtime._transformers_compat.models import keep_recording
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.memory.gathered_copies import keep_readers_on_shards, refuse_gradient_hooks
+from fsdp_runtime.memory.gathered_copies import gather_root_modules, keep_readers_on_shards, refuse_gradient_hooks
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes, reduce_gradients, resolve_fsdp_dtypes
-from fsdp_runtime.steps.fsdp.float8_gather import check_float8_gather, gather_in_float8
+from fsdp_runtime.steps.fsdp.dtypes import (
+    FSDPDtypes,
+    check_float8_gather,
+    gather_in_float8,
+    reduce_gradients,
+    resolve_fsdp_dtypes,
+)
 from fsdp_runtime.steps.fsdp.missing_media import apply_absent_media
-from fsdp_runtime.steps.fsdp.root import gather_root_modules
 from fsdp_runtime.values import floating_dtype, require_bool, require_instance, require_one_of
 from tp_plans.runtime import scale_expert_gradients
 
@@ -148,7 +153,6 @@ class FSDP2(Step[FSDPDtypes]):
 
 
 def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes: FSDPDtypes) -> None:
-    """Wrap every block and then the model with ``fully_shard``, in place."""
     # A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
     # parameter; embedding and head belong to the root too, so a tied weight is gathered once.
     structure = setup.structure
@@ -169,27 +173,23 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes
     def policy_of(path: str, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         return replace(policy, param_dtype=None) if path in dtypes.own_dtype else policy
 
-    def shard(
-        path: str, module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool
-    ) -> None:
+    def shard(path: str, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
         shards = mesh.size(mesh.ndim - 1)  # the last axis shards, also under HSDP
+        is_last = not path or f"{path}.".startswith(f"{structure.decoder[-1]}.")
+        frees = fsdp.reshard_after_forward and (fsdp.reshard_last_block or not is_last)
         ignored = replicated | unshared
         fully_shard(
             module,
             mesh=mesh,
             mp_policy=policy_of(path, policy),
             offload_policy=offload_policy,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=frees,
             ignored_params=ignored | outer if path in blocks else ignored,
             shard_placement_fn=lambda parameter: _shard_placement(parameter, shards),
         )
-        runtime_state(module).reshard_after_forward = reshard_after_forward
+        runtime_state(module).reshard_after_forward = frees
         if fsdp.gradient_divide_factor is not None:
             _divide_gradients(module, mesh.size() / fsdp.gradient_divide_factor)
-
-    def frees(path: str) -> bool:
-        is_last = f"{path}.".startswith(f"{structure.decoder[-1]}.")
-        return fsdp.reshard_after_forward and (fsdp.reshard_last_block or not is_last)
 
     blocks, outer = _blocks_to_wrap(model, structure, fsdp), _outer_parameters(model, structure)
     unshared: set[nn.Parameter] = set()  # parameters of experts that no other rank has
@@ -197,17 +197,16 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes
         if expert_mesh is None or replicated.issuperset(module.parameters()):
             continue
         if _needs_fsdp2(module, expert_mesh, policy_of(path, expert_policy), offload_policy):
-            shard(path, module, expert_mesh, policy=expert_policy, reshard_after_forward=frees(path))
+            shard(path, module, expert_mesh, expert_policy)
         else:
             unshared.update(module.parameters())
             scale_expert_gradients(module, 1 / (fsdp.gradient_divide_factor or 1))
     for path in dtypes.modules:
         # Their code casts its own inputs, and may return float32.
-        shard(path, model.get_submodule(path), mesh, policy=expert_policy, reshard_after_forward=frees(path))
+        shard(path, model.get_submodule(path), mesh, expert_policy)
     for path, block in blocks.items():
-        shard(path, block, mesh, policy=block_policy, reshard_after_forward=frees(path))
-    reshards_root = fsdp.reshard_after_forward and fsdp.reshard_last_block
-    shard("", model, mesh, policy=policy, reshard_after_forward=reshards_root)
+        shard(path, block, mesh, block_policy)
+    shard("", model, mesh, policy)
     of_experts = {parameter for module in experts.values() for parameter in module.parameters()}
     for parameter in replicated - unshared:
         ranks = mesh if expert_mesh is None or parameter not in of_experts else expert_mesh
@@ -226,7 +225,6 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes
 def _needs_fsdp2(
     module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy
 ) -> bool:
-    """Return whether experts are sharded over several ranks, cast or offloaded."""
     # On one rank FSDP2 would copy the parameters in every forward and backward, and the gradients.
     parameters = list(module.parameters())
     floating = [p for p in parameters if p.is_floating_point()]
@@ -238,7 +236,6 @@ def _needs_fsdp2(
 
 
 def _divide_gradients(module: nn.Module, scale: float) -> None:
-    """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``."""
     # The mean is over the ranks that the module is sharded over: ``efsdp`` for experts, which get
     # the tokens of the ``ep`` ranks. FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides
     # twice where replicas have no shards (torch 2.11 to 2.15; pytorch/pytorch#155904, #162338).
@@ -258,10 +255,8 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if isinstance(placement, Shard)]
     if local.ndim < 2 or local.shape[0] >= shards:
         return None
-    rows = range(
-        1, local.ndim if local.is_floating_point() else local.ndim - 1
-    )  # not within the blocks of packed bytes
-    free = (dim for dim in rows if dim not in sharded and local.shape[dim] % shards == 0)
+    end = local.ndim if local.is_floating_point() else local.ndim - 1  # not within the blocks of packed bytes
+    free = (dim for dim in range(1, end) if dim not in sharded and local.shape[dim] % shards == 0)
     return next((Shard(dim) for dim in free), None)
 
 
@@ -271,9 +266,7 @@ def _replicated_parameters(model: nn.Module, fsdp: FSDP2) -> set[nn.Parameter]:
         return set()
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     dtype = fsdp.mp_policy.param_dtype if fsdp.mp_policy is not None else None
-    floating = {name: parameter for name, parameter in frozen.items() if parameter.is_floating_point()}
-    mismatched = [name for name, parameter in floating.items() if dtype is not None and parameter.dtype != dtype]
-    if mismatched:
+    if mismatched := [n for n, p in frozen.items() if p.is_floating_point() and dtype not in (None, p.dtype)]:
         raise OptionError(
             f"frozen_params='replicate' keeps {len(mismatched)} parameters in their dtype, first {mismatched[0]} in "
             f"{frozen[mismatched[0]].dtype}, but mp_policy computes in {dtype}: convert them first"
@@ -282,7 +275,6 @@ def _replicated_parameters(model: nn.Module, fsdp: FSDP2) -> set[nn.Parameter]:
 
 
 def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, fsdp: FSDP2) -> dict[str, nn.Module]:
-    """Return the blocks that become FSDP modules, by path."""
     shared = _shared_parameters(model, structure)
     blocks: dict[str, nn.Module] = {}
     for path in structure.blocks:
@@ -301,10 +293,7 @@ def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, fsdp: FSDP2) ->
 
 def _shared_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Parameter]:
     """Return the parameters of several modules, or of a module that is in several blocks and nowhere else."""
-    owners: dict[nn.Parameter, int] = defaultdict(int)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[parameter] += 1
+    owners = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
     several = {parameter for parameter, count in owners.items() if count > 1}
     held = Counter(shared for path in structure.blocks for shared in set(model.get_submodule(path).parameters()))
     in_blocks = {parameter for parameter, count in held.items() if count > 1}
@@ -326,21 +315,17 @@ def _outer_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Par
 def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], fsdp: FSDP2) -> None:
     """Set the modules that FSDP2 gathers early; a block's experts are gathered while its attention runs."""
     expert_modules = set(experts)
-    wrapped: list[FSDPModule] = []
-    inside: list[list[FSDPModule]] = []
-    for block in blocks:
-        if isinstance(block, FSDPModule):
-            wrapped.append(block)
-            inside.append([part for part in block.modules() if part in expert_modules and isinstance(part, FSDPModule)])
-    for index, module in enumerate(wrapped):
-        ahead = list(inside[index])
-        for later in range(index + 1, min(index + 1 + fsdp.prefetch_forward, len(wrapped))):
-            ahead += [wrapped[later], *inside[later]]
-        if ahead:
-            module.set_modules_to_forward_prefetch(ahead)
+    units = [  # each block with its experts
+        [m for m in block.modules() if isinstance(m, FSDPModule) and (m is block or m in expert_modules)]
+        for block in blocks
+        if isinstance(block, FSDPModule)
+    ]
+    for index, (block, *inside) in enumerate(units):
+        if ahead := [*inside, *chain(*units[index + 1 : index + 1 + fsdp.prefetch_forward])]:
+            block.set_modules_to_forward_prefetch(ahead)
         if fsdp.prefetch_backward > 1:
-            before = range(index - 1, max(0, index - fsdp.prefetch_backward) - 1, -1)
-            module.set_modules_to_backward_prefetch([part for i in before for part in (wrapped[i], *inside[i])])
+            earlier = units[max(0, index - fsdp.prefetch_backward) : index]
+            block.set_modules_to_backward_prefetch([*chain(*reversed(earlier))])
 
 
 def _convert_trainable(model: nn.Module, dtype: torch.dtype) -> None:
