@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp_runtime import MeshSpec, ModelError, describe_parallelism, parallelize, record_routes, replay_routes
 from fsdp_runtime.errors import RoutesError
 from fsdp_runtime.steps import Compile, Routes
-from fsdp_runtime.steps.routing import selections
+from fsdp_runtime.steps.routing import session
 from fsdp_runtime.steps.routing.routers import find_routers
 from harness.float64 import compute_in_float64
 from harness.models import jitter
@@ -172,7 +172,7 @@ def test_weights_of_the_routers_own_choice_are_noticed(monkeypatch: pytest.Monke
     def own_values(scores: Tensor, indices: Tensor) -> Any:
         return torch.return_types.topk((scores.topk(indices.shape[-1]).values, indices))
 
-    monkeypatch.setattr(selections, "_chosen", own_values)
+    monkeypatch.setattr(session, "_chosen", own_values)
     with pytest.raises(AssertionError, match="not close"):
         test_replayed_experts_run_with_the_weights_of_their_own_scores(_mixtral)
 

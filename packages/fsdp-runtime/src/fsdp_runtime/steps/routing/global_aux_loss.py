@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,6 @@ from fsdp_runtime.steps.routing.balance import batch_groups
 from fsdp_runtime.wrap import effects_of, hook_forward, hook_model
 
 _EFFECT = "returns the auxiliary loss of the global batch"
-
-
-class _Sums(NamedTuple):
-    """Sums over tokens and layers."""
-
-    loads: Tensor  # [experts], tokens that selected the expert
-    probabilities: Tensor  # [experts]
-    tokens: Tensor  # a scalar, tokens times layers
 
 
 class GlobalAuxLoss:
@@ -76,7 +68,7 @@ class GlobalAuxLoss:
         self._mask: Tensor | None = None
         self._asked = self._is_counting = self._is_checked = False
         self._groups: list[ProcessGroup] = []
-        self._counted: list[_Sums] = []
+        self._counted: list[Tensor] = []
         self._batch: tuple[Tensor, int] | None = None  # sums of counted micro-batches over all ranks, and their number
         self._remaining = 0  # counted micro-batches that have not run with gradients yet
         trunk = getattr(base, base.base_model_prefix)
@@ -105,7 +97,7 @@ class GlobalAuxLoss:
             self._is_counting = False
         if not self._counted:
             raise RoutesError("no forward inside counting() had router logits: pass output_router_logits=True")
-        local = torch.stack([_packed(sums) for sums in self._counted]).sum(0)
+        local = torch.stack(self._counted).sum(0)
         self._remaining = len(self._counted)
         self._batch = all_reduce_over(batch_groups(self._model), local, dist.ReduceOp.SUM), self._remaining
 
@@ -116,7 +108,6 @@ class GlobalAuxLoss:
         self._asked = asks_for(self._base, kwargs, "router_logits")
 
     def _replace(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Put the loss of the global batch into a model's output."""
         mask, self._mask = self._mask, None
         if not self._asked or output is None:  # the forward raised
             return output
@@ -139,7 +130,7 @@ class GlobalAuxLoss:
         sums = _sums(output.router_logits, mask, top_k)
         self._check_formula(local, sums)
         if self._is_counting:
-            self._counted.append(_Sums(*(each.detach() for each in sums)))
+            self._counted.append(sums.detach())
             return output
         loss = self._global_loss(sums).to(local.dtype)
         if getattr(output, "loss", None) is not None:
@@ -149,26 +140,26 @@ class GlobalAuxLoss:
         output.aux_loss = loss
         return output
 
-    def _global_loss(self, sums: _Sums) -> Tensor:
+    def _global_loss(self, sums: Tensor) -> Tensor:
         self._groups = groups = self._groups or batch_groups(self._model)
-        experts = len(sums.loads)
-        total = all_reduce_over(groups, _packed(sums), dist.ReduceOp.SUM)
+        experts, of_rank = len(sums) // 2, sums[len(sums) // 2 : -1]
+        total = all_reduce_over(groups, sums.detach().clone(), dist.ReduceOp.SUM)
         batch, count = total, 1
         if self._remaining and self._batch is not None:
             self._remaining -= 1
             batch, count = self._batch
         # A rank has the gradient of its tokens, and gradients are divided by the number of ranks.
         ranks = math.prod(group.size() for group in groups)
-        probabilities = total[experts:-1] + ranks * (sums.probabilities - sums.probabilities.detach())
+        probabilities = total[experts:-1] + ranks * (of_rank - of_rank.detach())
         return experts * count * (batch[:experts] * probabilities).sum() / batch[-1].square()
 
-    def _check_formula(self, local: Tensor, sums: _Sums) -> None:
-        """Compare the first loss with the model's."""
+    def _check_formula(self, local: Tensor, sums: Tensor) -> None:
         if self._is_checked:
             return
         self._is_checked = True
-        actual = local.detach()
-        expected = len(sums.loads) * (sums.loads * sums.probabilities.detach()).sum() / sums.tokens.square()
+        actual, experts = local.detach(), len(sums) // 2
+        loads, probabilities = sums[: 2 * experts].detach().view(2, experts)
+        expected = experts * (loads * probabilities).sum() / sums[-1].detach().square()
         if not torch.allclose(actual.double(), expected.double(), rtol=1e-4, equal_nan=True):
             raise ModelError(
                 f"aux_loss of {type(self._base).__name__} is {float(actual):.6g}, and the loss of its router logits is "
@@ -176,8 +167,9 @@ class GlobalAuxLoss:
             )
 
 
-def _sums(router_logits: Sequence[Tensor], mask: Tensor | None, top_k: int) -> _Sums:
-    """Return the sums of transformers' loss over layers of ``[tokens, experts]``; masked tokens count 0."""
+def _sums(router_logits: Sequence[Tensor], mask: Tensor | None, top_k: int) -> Tensor:
+    """Return sums over layers of ``[tokens, experts]``, as in transformers' loss: ``[2 * experts + 1]``."""
+    # The tokens that selected each expert, the probabilities of each expert, and the tokens. A masked token counts 0.
     first = router_logits[0]
     shape = (len(first), 1)
     weights = torch.ones(shape, device=first.device) if mask is None else mask.reshape(shape).to(first.device)
@@ -188,8 +180,4 @@ def _sums(router_logits: Sequence[Tensor], mask: Tensor | None, top_k: int) -> _
         selected = scores.topk(top_k, dim=-1).indices
         loads = loads.scatter_add(0, selected.flatten(), weights.expand_as(selected).flatten())
         probabilities = probabilities + (scores.float() * weights).sum(0)
-    return _Sums(loads, probabilities, len(router_logits) * weights.sum())
-
-
-def _packed(sums: _Sums) -> Tensor:
-    return torch.cat([sums.loads, sums.probabilities.detach(), sums.tokens.reshape(1)])
+    return torch.cat([loads, probabilities, len(router_logits) * weights.sum()[None]])

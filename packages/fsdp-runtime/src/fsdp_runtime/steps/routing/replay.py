@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +20,13 @@ from fsdp_runtime.errors import ModelError, RoutesError
 from fsdp_runtime.model.stages import stages_of, whole_entries, with_absent_tensors
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects
 from fsdp_runtime.steps.compiled_blocks import compile_again, leave_to_python
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
 from fsdp_runtime.steps.routing.routers import Router, Routers, find_routers
-from fsdp_runtime.steps.routing.routes import Routes, checked_routes, fill_recorded, has_holes
+from fsdp_runtime.steps.routing.routes import Routes, checked_routes, fill_recorded
 from fsdp_runtime.steps.routing.session import CarriedRoutes, Session, activated
 from fsdp_runtime.wrap import hook_forward
 from tp_plans.model_tree import ancestors
@@ -120,7 +121,7 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
         return tokens.local(layers[router.path]) if router.path in layers else None
 
     complete = isinstance(routes, Routes) and routes.is_complete
-    holes = not complete and any(has_holes(ids) for ids in layers.values())
+    holes = not complete and any(bool((ids < 0).any()) for ids in layers.values())
     session = Session(routers, local, has_holes=holes, stages=tokens.stages)
     tokens.replayed = next(map(len, layers.values()), None)
     with _session(model, session, tokens):
@@ -131,19 +132,13 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
 
 @contextmanager
 def _session(model: nn.Module, session: Session, tokens: _Tokens) -> Iterator[None]:
-    with tokens.counted(), checkpointing_through(model, CarriedRoutes().bind), activated(session), _in_python(model):
-        yield
-
-
-@contextmanager
-def _in_python(model: nn.Module) -> Iterator[None]:
-    """Run compiled modules in Python, since compiled code selects without the routers' hooks."""
-    around = runtime_state(model).routers.around.values()
-    compiled = leave_to_python(around)
+    # Compiled code selects without the routers' hooks, so compiled modules run in Python.
+    compiled = leave_to_python(runtime_state(model).routers.around.values())
     if compiled:
         logger.info("routes: %d compiled modules of %s run in Python", len(compiled), type(model).__name__)
     try:
-        yield
+        with tokens.counted(), checkpointing_through(model, CarriedRoutes().bind), activated(session):
+            yield
     finally:
         compile_again(compiled)
 
@@ -201,21 +196,13 @@ class _Tokens:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        if self.stages is not None:
-            self.stages.checks.append(self._check)
-            try:
-                yield
-            finally:
-                self.stages.checks.remove(self._check)
-            return
-        if self.model is None:
+        with ExitStack() as stack:
+            if self.stages is not None:
+                self.stages.checks.append(self._check)
+                stack.callback(self.stages.checks.remove, self._check)
+            elif self.model is not None:
+                stack.callback(hook_forward(self.model, "counts tokens for routes", before=self._count).remove)
             yield
-            return
-        handle = hook_forward(self.model, "counts tokens for routes", before=self._count)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def local(self, full: Tensor) -> Tensor:
         """Return this rank's rows ``[tokens / cp, k]`` of ``[tokens, k]``, in stages the rows of one micro-batch."""
@@ -247,7 +234,6 @@ class _Tokens:
         return {path: rows.to(ids.dtype) for (path, ids), rows in zip(local.items(), parts, strict=True)}
 
     def _check(self, tokens: int) -> None:
-        """Check the tokens of all micro-batches, before a schedule."""
         if self.replayed not in (None, tokens):
             raise RoutesError(
                 f"routes of {self.replayed} tokens for micro-batches of {tokens} tokens: give the routes of all "
@@ -266,14 +252,13 @@ def _of_all_stages(session: Session) -> dict[str, Tensor]:
     for (_, path), ids in sorted(session.recorded.items(), key=lambda item: item[0]):
         recorded.setdefault(path, []).append(ids)
     own = {path: torch.cat(ids) for path, ids in recorded.items()}
-    mesh = session.stages.mesh
-    forms: list[dict[str, Any]] = [{}] * mesh.size()
-    dist.all_gather_object(forms, {path: (ids.shape, ids.dtype) for path, ids in own.items()}, group=mesh.get_group())
+    device, group = session.stages.mesh.device_type, session.stages.mesh.get_group()
+    forms = all_gather_objects(ModelRanks((group,)), {path: (ids.shape, ids.dtype) for path, ids in own.items()})
     full = {}
-    for rank, by_path in enumerate(forms):
+    for rank, by_path in forms.items():
         for path, (shape, dtype) in by_path.items():
-            ids = own[path] if path in own else torch.empty(shape, dtype=dtype, device=mesh.device_type)
+            ids = own[path] if path in own else torch.empty(shape, dtype=dtype, device=device)
             wide = ids.int()  # NCCL sends no int16
-            dist.broadcast(wide, dist.get_global_rank(mesh.get_group(), rank), group=mesh.get_group())
+            dist.broadcast(wide, rank, group=group)
             full[path] = wide.to(dtype)
     return {path: full[path] for path in session.routers.by_path if path in full}

@@ -29,7 +29,6 @@ _PRODUCT_KEYS = {"topk", "num_keys"}
 #: Attributes of a router that count the experts of a token.
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "topk")
 _TOP_K_OF_CONFIG = ("top_k_experts", "num_experts_per_tok", "moe_topk")
-_EXPERTS = "experts"
 #: A buffer ``[vocabulary, experts per token]``: token ids decide, not scores (hash layers, arXiv:2106.04426).
 _TABLE = "tid2eid"
 
@@ -117,23 +116,20 @@ def selection_of(cls: type[nn.Module]) -> SelectionKind | None:
 
 
 def _mixtures(tree: ModelTree) -> Iterator[str]:
-    """Iterate over the modules that contain a router and experts, each module once."""
     for path in tree.modules:
-        if f"{path}.base_layer" in tree.modules:  # a wrapper of peft
-            continue
-        if any(_are_experts(tree, child) for child in tree.children[path]):
+        is_wrapper = f"{path}.base_layer" in tree.modules  # of peft
+        if not is_wrapper and any(_are_experts(tree, child) for child in tree.children[path]):
             yield path
 
 
 def _inside_adapters(tree: ModelTree, path: str) -> str:
-    """Return the path of a module inside peft's wrappers."""
     while f"{path}.base_layer" in tree.modules:
         path = f"{path}.base_layer"
     return path
 
 
 def _are_experts(tree: ModelTree, path: str) -> bool:
-    named = path.rpartition(".")[2] == _EXPERTS
+    named = path.rpartition(".")[2] == "experts"
     return tree.is_expert_stack(path) or (named and bool(_count_below(tree, path)))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fsdp_runtime.steps.routing.routers import Router, Routers
 HOLE = -1
 
 
-class Routes(Mapping[str, Tensor]):
+class Routes(UserDict[str, Tensor]):
     """The experts of each token by the path of the router; filled when ``record_routes`` ends.
 
     Each value is ``[tokens, k]`` int16 (int32 for more experts than int16 counts): the ids in the router's order of
@@ -34,21 +35,12 @@ class Routes(Mapping[str, Tensor]):
     """
 
     def __init__(self, layers: Mapping[str, Tensor] | None = None) -> None:
-        self._layers = dict(layers or {})
+        super().__init__(layers or {})
         #: Whether ``record_routes`` wrote the routes, so that their values need no check; and for every token.
         self.is_recorded = self.is_complete = False
 
-    def __getitem__(self, path: str) -> Tensor:
-        return self._layers[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
     def __repr__(self) -> str:
-        return f"Routes({ {path: tuple(ids.shape) for path, ids in self._layers.items()} })"
+        return f"Routes({ {path: tuple(ids.shape) for path, ids in self.data.items()} })"
 
     def take(self, tokens: Tensor) -> Routes:
         """Return the routes of the given tokens, in their order, as for a micro-batch or packed sequences.
@@ -65,7 +57,7 @@ class Routes(Mapping[str, Tensor]):
 
     def to(self, device: torch.device | str) -> Routes:
         """Return the routes on a device."""
-        moved = self._changed({path: ids.to(device) for path, ids in self._layers.items()})
+        moved = self._changed({path: ids.to(device) for path, ids in self.data.items()})
         moved.is_complete = self.is_complete
         return moved
 
@@ -75,10 +67,10 @@ class Routes(Mapping[str, Tensor]):
         Raises:
             RoutesError: the routers select different numbers of experts.
         """
-        widths = {path: ids.shape[-1] for path, ids in self._layers.items()}
+        widths = {path: ids.shape[-1] for path, ids in self.data.items()}
         if len(set(widths.values())) != 1:
             raise RoutesError(f"routes of several widths, or none, cannot be stacked: {widths}")
-        return torch.stack(list(self._layers.values()))
+        return torch.stack(list(self.data.values()))
 
     def _changed(self, layers: dict[str, Tensor]) -> Routes:
         changed = Routes(layers)
@@ -88,7 +80,7 @@ class Routes(Mapping[str, Tensor]):
 
 def fill_recorded(routes: Routes, layers: Mapping[str, Tensor]) -> None:
     """Fill ``routes`` with the routes of a recorded forward."""
-    routes._layers.update(layers)
+    routes.update(layers)
     routes.is_recorded = routes.is_complete = True
 
 
@@ -185,11 +177,6 @@ def _taken(path: str, ids: Tensor, tokens: Tensor) -> Tensor:
         return ids[tokens.clamp(min=0)].masked_fill(tokens[:, None] < 0, HOLE)
     except IndexError as error:
         raise RoutesError(f"tokens exceed the {len(ids)} tokens with routes of {path}: {error}") from error
-
-
-def has_holes(ids: Tensor) -> bool:
-    """Return whether any token has no route."""
-    return bool((ids < 0).any())
 
 
 def _by_path(routers: Routers, routes: Any) -> dict[str, Tensor]:
