@@ -18,8 +18,8 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from fsdp_runtime._transformers_compat.conversions import OLDEST
 from fsdp_runtime._transformers_compat.models import original_classes
-from fsdp_runtime._transformers_compat.release import OLDEST
 
 #: A public name that would replace a private one: the function that uses that, who would have it, its likely names.
 ABSENT: dict[str, tuple[Any, set[str]]] = {
@@ -47,7 +47,7 @@ def test_no_public_name_replaces_it(function: str) -> None:
 
 
 def test_the_oldest_release_lacks_the_function_that_applies_renamings() -> None:
-    assert OLDEST < (5, 22), "transformers 5.22 has one: use it in conversions.py, in the place of _renamed"
+    assert OLDEST < (5, 22), "transformers 5.22 has one: use it in conversions.py, in the place of renamed"
 
 
 def test_an_attention_that_is_not_replaceable_keeps_its_name_when_another_is_set() -> None:

@@ -88,7 +88,7 @@ def test_an_older_transformers_is_refused_by_name(
 ) -> None:
     model = _model()
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("fsdp_runtime._transformers_compat.release.installed_release", lambda: release)
+    monkeypatch.setattr("fsdp_runtime._transformers_compat.conversions.installed_release", lambda: release)
     for use in (lambda: load_weights(model, tmp_path), lambda: list(stream_weights(model))):
         with pytest.raises(BackendError, match=rf"transformers {release} .*transformers>=5\.10"):
             use()

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, in a private module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdp_runtime.swaps import swapped
+
 
 def wraps_tensors(tensor: Tensor) -> bool:
     """Return whether a tensor subclass consists of inner tensors, as quantized weights do."""
-    return is_traceable_wrapper_subclass(tensor)  # no public name in torch 2.11 to 2.15
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves of nested dicts, lists and tuples."""
     if isinstance(tree, Tensor):
         return [tree]
-    # ``torch.utils._pytree`` is private in torch 2.11 to 2.15 (pytorch/pytorch#65761).
-    from torch.utils import _pytree
+    from torch.utils import _pytree  # pytorch/pytorch#65761
 
-    leaves: list[Any] = _pytree.tree_leaves(tree)
-    return leaves
+    return cast("list[Any]", _pytree.tree_leaves(tree))
 
 
 @cache  # torch builds the text at each call
@@ -36,7 +36,7 @@ def operator_name(function: Any) -> str:
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that an ATen operator writes into; their schema is private in torch 2.11 to 2.15."""
+    """Yield the tensors that an ATen operator writes into."""
     schema = func._schema
     if not schema.is_mutable:
         return
@@ -47,13 +47,13 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Any:
-    """A tensor of a subclass with a shape and no storage (torch 2.11 to 2.15: documented, and not public)."""
+    """A tensor of a subclass with a shape and no storage."""
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
 
 
 def storage_key(held: Tensor | UntypedStorage) -> int:
     """Return a key that a storage shares with all tensors on it, during the storage's lifetime."""
-    # ``data_ptr`` is public and 0 for every storage without data (torch 2.11 to 2.15).
+    # ``data_ptr`` is 0 for every storage without data.
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
 
 
@@ -61,7 +61,7 @@ def storage_key(held: Tensor | UntypedStorage) -> int:
 def observe_storage_resizes(observe: Callable[[UntypedStorage], None]) -> Iterator[None]:
     """Call ``observe`` after every ``UntypedStorage.resize_``."""
     # FSDP2 allocates and frees gathered parameters by resizing their storages. Under ``FakeTensorMode`` no operator is
-    # dispatched for a resize, and torch 2.11 to 2.15 have no hook (pytorch/pytorch#122434), so the method is replaced.
+    # dispatched for a resize, and torch has no hook (pytorch/pytorch#122434), so the method is replaced.
     original = UntypedStorage.resize_
 
     def resize_(storage: UntypedStorage, size: int) -> Any:
@@ -69,8 +69,5 @@ def observe_storage_resizes(observe: Callable[[UntypedStorage], None]) -> Iterat
         observe(storage)
         return result
 
-    UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-    try:
+    with swapped(UntypedStorage, resize_=resize_):
         yield
-    finally:
-        UntypedStorage.resize_ = original  # type: ignore[method-assign]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdp_runtime.swaps import swapped
+
 
 def fake_store() -> Any:
-    """The store of torch's process group without peers; both are under ``torch.testing._internal`` in 2.11 to 2.15."""
+    """The store of torch's process group without peers."""
     # Importing the module registers the backend ``"fake"``.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,7 +23,7 @@ def fake_store() -> Any:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """torch's mode of tensors without memory (private in 2.11 to 2.15), usable together with DTensor."""
+    """torch's mode of tensors without memory, usable together with DTensor."""
     # DTensor computes shard offsets from the values of small tensors; these tensors stay real. DTensor infers the shape
     # of a result by operators on full shapes, which are no part of the program and are hidden from other modes.
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,19 +34,15 @@ def fake_tensors() -> Iterator[None]:
         (_utils, "_compute_local_shape_and_global_offset"),
         (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
     ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name in outside]
-    for owner, name, function in originals:
-        setattr(owner, name, _outside_modes(function))
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
-    finally:
-        for owner, name, function in originals:
-            setattr(owner, name, function)
+    with ExitStack() as contexts:
+        for owner, name in outside:
+            contexts.enter_context(swapped(owner, **{name: _outside_modes(getattr(owner, name))}))
+        contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor is neither on meta nor a fake tensor of torch (a private class in 2.11 to 2.15)."""
+    """Return whether a tensor is neither on meta nor a fake tensor of torch."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
@@ -61,7 +59,6 @@ def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """Errors of fake tensors if a result depends on data, or an operator has no rule for shapes."""
-    # Private in torch 2.11 to 2.15.
     from torch._subclasses import fake_tensor
 
     return (
@@ -74,7 +71,7 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 def clear_dtensor_caches() -> None:
     """Empty DTensor's caches per mesh: a later, equal mesh would get their entries."""
     # Meshes of equal shape and names are equal, but the groups of a deleted mesh and another rank's offsets cannot be
-    # used. Private in torch 2.11 to 2.15.
+    # used.
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]

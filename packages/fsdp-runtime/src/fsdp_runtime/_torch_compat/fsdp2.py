@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,9 +19,8 @@ _AFTER_INITIALIZATION: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDicti
 
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
     """FSDP2's sharded parameters by owning module and name; tied parameters under every owner."""
-    # The modules of a gathered unit hold full tensors in the dtype of the mixed-precision policy. torch 2.11 to 2.15
-    # return the shards publicly only after the full tensors are dropped (``FSDPModule.reshard``;
-    # pytorch/pytorch#120879).
+    # The modules of a gathered unit hold full tensors in the dtype of the mixed-precision policy. torch returns the
+    # shards publicly only after the full tensors are dropped (``FSDPModule.reshard``; pytorch/pytorch#120879).
     shards: dict[tuple[nn.Module, str], nn.Parameter] = {}
     for fsdp_parameter in fsdp_parameters(model):
         shards.update(dict.fromkeys(_places(fsdp_parameter._module_info), fsdp_parameter.sharded_param))
@@ -31,9 +30,8 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Param
 def initialize_root(root: FSDPModule) -> None:
     """Initialize FSDP2's state of a root and the modules below it, as the root's first forward does."""
     # An earlier backward does not know the root and does not reduce the gradients of the root's own parameters.
-    # ``unshard()`` initializes one module's parameters only; torch 2.11 to 2.15 have no public function for all modules
-    # (introduced so in pytorch/pytorch#117881). A submodule that ran earlier took itself for the root; torch refuses
-    # it.
+    # ``unshard()`` initializes one module's parameters only (introduced so in pytorch/pytorch#117881). A submodule
+    # that ran earlier took itself for the root; torch refuses it.
     state: Any = root._get_fsdp_state()
     if state._is_root is None:
         for module in root.modules():  # type: ignore[attr-defined]
@@ -51,7 +49,7 @@ def after_initialization(root: Any, function: Callable[[], None]) -> None:
 
 def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
     """Return the shards of an FSDP module with gradients that are not reduced, or not over replicas."""
-    # ``set_requires_gradient_sync(False)`` intends such gradients; torch 2.11 to 2.15 have no public getter.
+    # ``set_requires_gradient_sync(False)`` intends such gradients.
     return [
         parameter.sharded_param
         for group in _parameter_groups(unit)
@@ -64,7 +62,6 @@ def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
 
 def accumulates(root: FSDPModule) -> bool:
     """Return whether backwards of an initialized root leave gradients unreduced, as in ``no_sync``."""
-    # ``set_requires_gradient_sync`` and ``set_requires_all_reduce`` have no public getter (torch 2.10 to 2.15).
     return not all(group.reduce_grads and group.all_reduce_grads for _, group in _groups_below(root))
 
 
@@ -83,7 +80,7 @@ def placeholder(shard: Any) -> DTensor:
 
 def reduce_gradients(root: FSDPModule) -> None:
     """Reduce the gradients that are not reduced yet, as FSDP2 does at the end of a backward."""
-    # A backward through no FSDP module's output skips this reduction; torch 2.11 to 2.15 have no public call for it.
+    # A backward through no FSDP module's output skips this reduction.
     state: Any = root._get_fsdp_state()
     state._root_post_backward_final_callback()
 
@@ -100,18 +97,18 @@ def gathered_copies(unit: FSDPModule, *, now: bool = True) -> dict[nn.Parameter,
 
 
 def gathered_units(root: FSDPModule) -> list[Any]:
-    """The FSDP modules of an initialized root that hold gathered copies (private in torch 2.11 to 2.15)."""
+    """The FSDP modules of an initialized root that hold gathered copies."""
     return list(dict.fromkeys(state._modules[0] for state, group in _groups_below(root) if group.is_unsharded))
 
 
 def has_gradient_hooks(root: FSDPModule) -> bool:
-    """Return whether a shard of an initialized root has hooks of ``register_hook`` (private in torch 2.11 to 2.15)."""
-    shards = [parameter.sharded_param for _, group in _groups_below(root) for parameter in group.fsdp_params]
-    return bool([shard for shard in shards if shard._backward_hooks])
+    """Return whether a shard of an initialized root has hooks of ``register_hook``."""
+    parameters = (parameter for _, group in _groups_below(root) for parameter in group.fsdp_params)
+    return any(parameter.sharded_param._backward_hooks for parameter in parameters)
 
 
 def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
-    """The places in an initialized root with a tensor that FSDP2 does not gather (private in torch 2.11 to 2.15)."""
+    """The places in an initialized root with a tensor that FSDP2 does not gather."""
     return [
         (module, name)
         for _, group in _groups_below(root)
@@ -134,14 +131,13 @@ def _places(info: Any) -> list[tuple[nn.Module, str]]:
 
 
 def copied_versions(unit: FSDPModule) -> tuple[int, ...]:
-    """The versions of the shards that an FSDP module holds gathered copies of (private in torch 2.11 to 2.15)."""
+    """The versions of the shards that an FSDP module holds gathered copies of."""
     # Operators on a DTensor raise its version; operators on its local tensor raise the local tensor's.
     return tuple(shard._version + local_tensor(shard)._version for shard in gathered_copies(unit).values())
 
 
 def show_shards(unit: FSDPModule) -> None:
     """Put a gathered FSDP module's shards into its modules; a backward gets the copies, a forward gathers again."""
-    # torch 2.11 to 2.15 have no public way to keep copies without showing them.
     for group in _parameter_groups(unit):
         for parameter in group.fsdp_params:
             parameter._setattr_on_modules(parameter.sharded_param)
@@ -161,13 +157,12 @@ def _unshard(group: Any, async_op: bool = False) -> None:
 
 def prefetched_shards(unit: FSDPModule) -> list[nn.Parameter]:
     """Return the shards of other modules that a module gathers in its forward."""
-    # ``set_modules_to_forward_prefetch`` has no public getter (torch 2.11 to 2.15).
     states = unit._get_fsdp_state()._states_to_forward_prefetch
     return [each.sharded_param for state in states for group in _groups_of(state) for each in group.fsdp_params]
 
 
 def in_forward(unit: FSDPModule) -> bool:
-    """Return True while the root of an FSDP module runs its forward (private in torch 2.11 to 2.15)."""
+    """Return True while the root of an FSDP module runs its forward."""
     state: Any = unit._get_fsdp_state()
     return any(root._training_state.name == "FORWARD" for root in state._state_ctx.all_states[:1])
 
@@ -195,7 +190,7 @@ def reset_after_error(root: FSDPModule) -> None:
 
 def drop_unreduced_gradients(unit: FSDPModule, shards: Container[nn.Parameter]) -> bool:
     """Drop the unreduced gradients of some shards; return ``False`` if they share a buffer with other gradients."""
-    # Gradients that wait for the all-reduce between replicas share a buffer (private in torch 2.11 to 2.15).
+    # Gradients that wait for the all-reduce between replicas share a buffer.
     for group in _parameter_groups(unit):
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in shards]
         trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
@@ -215,13 +210,12 @@ def _drop_unreduced(group: Any, parameters: Iterable[Any]) -> None:
 
 
 def offloads_to_cpu(model: nn.Module) -> bool:
-    """Return True if FSDP2 keeps the model's shards on the CPU (torch 2.11 to 2.15 keep the policy private)."""
+    """Return True if FSDP2 keeps the model's shards on the CPU."""
     return any(bool(parameter.offload_to_cpu) for parameter in fsdp_parameters(model))
 
 
 def gathered_bytes(unit: FSDPModule) -> int:
     """Return the bytes of an FSDP module's own parameters while they are gathered, without padding."""
-    # In torch 2.11 to 2.15 neither the parameters of one FSDP module nor its mixed-precision policy are public.
     state: Any = unit._get_fsdp_state()
     dtype = state._mp_policy.param_dtype
     return sum(
@@ -233,23 +227,37 @@ def gathered_bytes(unit: FSDPModule) -> int:
 
 
 def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    """Iterate over FSDP2's records of parameters (private in torch 2.11 to 2.15)."""
+    """Iterate over FSDP2's records of parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in _parameter_groups(module):
                 yield from group.fsdp_params
 
 
+def set_gathers(model: nn.Module, gathers: Mapping[nn.Module, Any]) -> None:
+    """Let FSDP2 gather the weights of some modules by ``before`` and ``after`` of their gathers."""
+    # FSDP2 looks for the two functions on the local tensor, and documents them for subclasses; an attribute leaves
+    # optimizers and saves a plain tensor.  A parameter that was gathered before keeps its buffers, and its format.
+    for parameter in fsdp_parameters(model):
+        gather, local = gathers.get(parameter._module_info.module), local_tensor(parameter.sharded_param)
+        is_weight = parameter._module_info.param_name == "weight"
+        is_late = hasattr(parameter, "_unsharded_param") and not hasattr(parameter, "_extensions_data")
+        if gather is not None and is_weight and not is_late and not hasattr(local, "fsdp_pre_all_gather"):
+            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = gather.before, gather.after  # type: ignore[attr-defined]
+            parameter._init_extensions()
+
+
+def write_gathered(parameter: Tensor, values: Tensor) -> None:
+    """Write the values of a gathered parameter; autograd takes them for the values of the forward."""
+    # FSDP2 writes under this context likewise.
+    local = local_tensor(parameter)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(local):  # type: ignore[attr-defined]
+        local.copy_(values)
+
+
 def _groups_below(root: FSDPModule) -> list[tuple[Any, Any]]:
-    """Return pairs of state and group below an initialized root, in a fast loop: every forward calls this."""
-    state: Any = root._get_fsdp_state()
-    pairs = []
-    for below in state._state_ctx.all_states:
-        groups = getattr(below, "_fsdp_param_groups", None)
-        pairs += [
-            (below, group) for group in ([below._fsdp_param_group] if groups is None else groups) if group is not None
-        ]
-    return pairs
+    states: Any = root._get_fsdp_state()._state_ctx.all_states
+    return [(state, group) for state in states for group in _groups_of(state)]
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

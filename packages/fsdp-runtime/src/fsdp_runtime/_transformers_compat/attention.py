@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 
 def attention_in_force(config: Any) -> str | None:
     """Return the attention implementation of a config; only its setter is public (``set_attn_implementation``)."""
-    implementation: str | None = config._attn_implementation
-    return implementation
+    return cast("str | None", config._attn_implementation)
 
 
 def needs_eager_or_flex(model: Any, config: Any) -> bool:
@@ -63,5 +62,4 @@ def mask_alone(implementation: str, options: dict[str, Any]) -> Tensor | None:
     """Build the mask of an implementation, as without a mesh."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[implementation](**options)
-    return mask
+    return cast("Tensor | None", ALL_MASK_ATTENTION_FUNCTIONS[implementation](**options))

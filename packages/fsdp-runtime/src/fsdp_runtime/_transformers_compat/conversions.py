@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 from torch import Tensor
 
 from fsdp_runtime._transformers_compat.models import original_classes
-from fsdp_runtime._transformers_compat.release import require_known_release
+from fsdp_runtime.errors import BackendError
 
+#: The first release with the table and the order of weight conversions that this package follows.
+OLDEST = (5, 10)
 #: The attribute of a model with the prefixes of added modules by their prefixes in checkpoints.
 _RENAMED = "_fsdp_runtime_renamed"
 
@@ -34,28 +38,43 @@ class Translation:
     rules: list[Any] = field(default_factory=list)  # the rules that applied, for :func:`remember_rules`
 
 
+@cache
+def installed_release() -> str:
+    """The installed transformers release, read from disk once: every module with buffers asks."""
+    return metadata.version("transformers")
+
+
+def require_known_release() -> None:
+    """Refuse a transformers release that renames, fuses or initialises differently from the known releases."""
+    release = installed_release()
+    if tuple(map(int, re.findall(r"\d+", release)[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise BackendError(
+            f"transformers {release} is installed. This package does not know its checkpoint names and fused weights: "
+            f"it reads, writes and streams weights of models of transformers {oldest} and later: "
+            f"pip install 'transformers>={oldest}'"
+        )
+
+
 def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:
     """Return the translation of a checkpoint's names to the ``known`` names of a transformers model."""
     # ``from_pretrained`` renames (and for some architectures merges) checkpoint tensors by a table without a public
     # reader; this function follows its order: renamings, then at most one conversion, then the base model's prefix.
     require_known_release()
-    from transformers.core_model_loading import dot_natural_key, rename_source_key
+    from transformers.core_model_loading import rename_source_key
 
     rules = _conversion_rules(model)
     renamings, converters = _by_kind(rules)
     model_names: dict[str, Any] = dict.fromkeys(known, True)
-    renamed: dict[str, str] = {}
-    groups = _GroupsByTarget(model, converters)
-    for name in sorted(checkpoint_names, key=dot_natural_key):
+
+    def place(name: str) -> tuple[str, str | None]:
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, model_names)
-        if target not in known and name in known:  # a rule meant for another layout of the same architecture
-            target, pattern = name, None
-        if pattern is None or target not in known:
-            renamed[name] = target
-        else:
-            groups.add(target, pattern, name)
-    used = [rule for rule in rules if rule.was_used()]
-    return Translation(renamed, groups.conversions(lambda name: name), used)
+        if target in known:
+            return target, pattern
+        return (name if name in known else target), None  # the rule is for another layout of the same architecture
+
+    translation = _translation(model, converters, checkpoint_names, place, lambda name: name)
+    return replace(translation, rules=[rule for rule in rules if rule.was_used()])
 
 
 def rename_in_checkpoints(model: Any, prefixes: Mapping[str, str]) -> None:
@@ -71,68 +90,61 @@ def remember_rules(model: Any, rules: list[Any]) -> None:
 def model_to_checkpoint(model: Any, names: Iterable[str]) -> Translation:
     """Return the translation of a transformers model's tensors to the tensors that ``save_pretrained`` writes."""
     require_known_release()
-    from transformers.core_model_loading import PrefixChange, dot_natural_key
+    from transformers.core_model_loading import PrefixChange
 
     rules = getattr(model, "_weight_conversions", None)
     if rules is None:  # as ``save_pretrained`` of a model that was not loaded: the prefix of a checkpoint is unknown
         rules = [rule for rule in _conversion_rules(model, add_legacy=False) if not isinstance(rule, PrefixChange)]
     renamings, converters = _by_kind([rule.reverse_transform() for rule in reversed(rules)])
+
+    def renamed(name: str) -> str:  # transformers has a function for this only since 5.22
+        for rule in renamings:
+            name, _ = rule.rename_source_key(name)
+        return name
+
+    def place(name: str) -> tuple[str, str | None]:
+        for rule in converters:
+            target, pattern = rule.rename_source_key(name)
+            if pattern is not None:
+                return target, pattern
+        return renamed(name), None
+
+    return _translation(model, converters, names, place, renamed)
+
+
+def _translation(
+    model: Any,
+    converters: list[Any],
+    names: Iterable[str],
+    place: Callable[[str], tuple[str, str | None]],
+    final_name: Callable[[str], str],
+) -> Translation:
+    """Return the new names of tensors, and one conversion for all tensors with one first target."""
+    # ``place`` returns a tensor's target and the matching pattern of a converter, if any. ``final_name`` maps the names
+    # of converters to final names.
+    from transformers.core_model_loading import dot_natural_key
+
     renamed: dict[str, str] = {}
-    groups = _GroupsByTarget(model, converters)
+    groups: dict[str, list[tuple[str, str]]] = {}
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = _converted(name, converters)
+        target, pattern = place(name)
         if pattern is None:
-            renamed[name] = _renamed(name, renamings)
+            renamed[name] = target
         else:
-            groups.add(target, pattern, name)
-    return Translation(renamed, groups.conversions(lambda name: _renamed(name, renamings)))
+            groups.setdefault(target, []).append((pattern, name))
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
+    def conversion(target: str, members: list[tuple[str, str]]) -> Conversion:
+        def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            once = copy.deepcopy(by_pattern[members[0][0]])
+            for pattern, name in members:
+                once.add_tensor(target, name, pattern, tensors[name])
+            made = once.convert(target, model=model, config=model.config)
+            return {final_name(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-def _renamed(name: str, renamings: Iterable[Any]) -> str:
-    """Apply all renamings to a name in turn; transformers has a function for this only since 5.22."""
-    for rule in renamings:
-        name, _ = rule.rename_source_key(name)
-    return name
+        return Conversion(tuple(name for _, name in members), run)
 
-
-def _converted(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
-    """The target of the first converter that matches a name, and the matching pattern."""
-    for rule in converters:
-        target, pattern = rule.rename_source_key(name)
-        if pattern is not None:
-            return target, pattern
-    return name, None
-
-
-class _GroupsByTarget:
-    """Tensors grouped by the first target of their converter, as in transformers."""
-
-    def __init__(self, model: Any, converters: list[Any]) -> None:
-        self._model = model
-        self._converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        self._groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
-
-    def add(self, target: str, pattern: str, name: str) -> None:
-        """Add a tensor to the group of its target."""
-        _, members = self._groups.setdefault(target, (self._converters[pattern], []))
-        members.append((pattern, name))
-
-    def conversions(self, final_name: Callable[[str], str]) -> list[Conversion]:
-        """Return one conversion per group; ``final_name`` maps the names of converters to final names."""
-
-        def conversion(target: str, converter: Any, members: list[tuple[str, str]]) -> Conversion:
-            def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-                once = copy.deepcopy(converter)
-                for pattern, name in members:
-                    once.add_tensor(target, name, pattern, tensors[name])
-                made = once.convert(target, model=self._model, config=self._model.config)
-                return {
-                    final_name(name): value[0] if isinstance(value, list) else value for name, value in made.items()
-                }
-
-            return Conversion(tuple(name for _, name in members), run)
-
-        return [conversion(target, converter, members) for target, (converter, members) in self._groups.items()]
+    return Translation(renamed, [conversion(target, members) for target, members in groups.items()])
 
 
 def _conversion_rules(model: Any, **options: Any) -> list[Any]:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_runtime._torch_compat import persistent_buffers
-from fsdp_runtime._transformers_compat.release import require_known_release
+from fsdp_runtime._transformers_compat.conversions import require_known_release
+from fsdp_runtime.swaps import swapped
 
 #: The attribute of tensors that transformers' initialisation functions skip.
 _INITIALIZED = "_is_hf_initialized"
@@ -40,17 +41,9 @@ def initialize_module(owner: Any, module: nn.Module) -> None:
 def longer_config(config: Any, types: Mapping[str, list[str]], count: int) -> Iterator[None]:
     """A decoder's config with ``count`` further blocks, of ``types`` by the config's list, inside the ``with``."""
     # ``get_mtp_config`` (since 5.24) restarts the indices at 0 and needs fields that Qwen3-Next's config lacks.
-    before = {
-        name: value for name in ("num_hidden_layers", *types) if (value := getattr(config, name, None)) is not None
-    }
-    try:
-        config.num_hidden_layers += count
-        for name in types.keys() & before.keys():
-            setattr(config, name, [*before[name], *types[name]])
+    lists = {name: [*kinds, *types[name]] for name in types if (kinds := getattr(config, name, None)) is not None}
+    with swapped(config, num_hidden_layers=config.num_hidden_layers + count, **lists):
         yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
 
 
 def initial_head(owner: Any, block: Any, blocks: nn.ModuleList, index: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdp_runtime._transformers_compat.prefix_attention import QueryRun, attend_in_runs, query_runs, remember_runs
 from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.swaps import swapped
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ def pattern_of(mask_function: Any) -> MaskPattern | None:
     combined = _maker(mask_function) == "and_masks"
     parts = mask_function.__closure__[0].cell_contents if combined else (mask_function,)
     overlays = {"sliding_window_overlay": "window", "chunked_overlay": "chunk"}
-    sizes: dict[str, Any] = {overlays[maker]: _size(part) for part in parts if (maker := _maker(part)) in overlays}
+    made = [(overlays[maker], part) for part in parts if (maker := _maker(part)) in overlays]
+    # The tokens of a window or a chunk are the first of the overlay's variables, in alphabetical order.
+    sizes: dict[str, Any] = {name: int(part.__closure__[0].cell_contents) for name, part in made}
     known = all(is_causal_mask_function(part) or _maker(part) in overlays for part in parts)
     causal = any(map(is_causal_mask_function, parts))
     return MaskPattern(**sizes) if known and causal and all(size > 0 for size in sizes.values()) else None
@@ -46,11 +49,6 @@ def _maker(mask_function: Any) -> str:
     """Return the name of the function of transformers that made a mask function."""
     of_transformers = getattr(mask_function, "__module__", "") == "transformers.masking_utils"
     return str(mask_function.__qualname__).partition(".<locals>")[0] if of_transformers else ""
-
-
-def _size(overlay: Any) -> int:
-    """Return the tokens of a window or a chunk: the first of the overlay's variables, in alphabetical order."""
-    return int(overlay.__closure__[0].cell_contents)
 
 
 def mask_of_rows(
@@ -187,15 +185,9 @@ def is_causal_mask_function(mask_function: Any) -> bool:
 def fake_tensors_are_data() -> Iterator[None]:
     """Let transformers treat fake tensors as tensors with data, as it does in training."""
     # transformers takes fake tensors for a traced graph, and then builds attention masks that a real run skips.
-    if (utilities := sys.modules.get("transformers.utils.import_utils")) is None:
+    utilities = sys.modules.get("transformers.utils.import_utils")
+    with nullcontext() if utilities is None else swapped(utilities, is_fake_tensor=lambda _tensor: False):
         yield
-        return
-    original = getattr(utilities, "is_fake_tensor", None)
-    setattr(utilities, "is_fake_tensor", lambda _tensor: False)  # noqa: B010  # a module has no such attribute to mypy
-    try:
-        yield
-    finally:
-        setattr(utilities, "is_fake_tensor", original)  # noqa: B010
 
 
 def chunks_count_the_row(config: Any) -> bool:

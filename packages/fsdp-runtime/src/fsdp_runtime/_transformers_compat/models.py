@@ -1,15 +1,18 @@
-"""The kind of a model by its class and config, and its class before ``fully_shard``."""
+"""The kind of a model by its class and config, its class before ``fully_shard``, and its recomputed functions."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from fsdp_runtime._torch_compat import modules_of
+from fsdp_runtime.swaps import swapped
 
 #: The methods of transformers' models that run a tower, by medium.
 MEDIA_METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
@@ -205,11 +208,24 @@ def original_classes(model: nn.Module) -> Iterator[None]:
     """Restore the model's classes from before ``fully_shard`` inside the ``with``."""
     # FSDP2 gives a module a class of another name and Python module. transformers' table goes by the name, and applies
     # no renaming to a class from another Python module.
-    changed = [(module, type(module)) for module in model.modules() if type(module) is not original_class(module)]
-    try:
-        for module, _ in changed:
-            module.__class__ = original_class(module)
+    with ExitStack() as classes:
+        for module in model.modules():
+            classes.enter_context(swapped(module, __class__=original_class(module)))
         yield
-    finally:
-        for module, cls in changed:
-            module.__class__ = cls
+
+
+@contextmanager
+def checkpointing_through(model: nn.Module, bind: Callable[[nn.Module, Callable[..., Any]], Any]) -> Iterator[None]:
+    """Pass functions that ``gradient_checkpointing_enable`` recomputes through ``bind`` within the context."""
+    # The enabled modules carry the checkpoint function as ``_gradient_checkpointing_func`` (5.10 to 5.24), which has no
+    # public accessor.
+    name = "_gradient_checkpointing_func"
+    with ExitStack() as functions:
+        for module in modules_of(model):
+            if callable(checkpoint := vars(module).get(name)):
+                functions.enter_context(swapped(module, **{name: _through(module, checkpoint, bind)}))
+        yield
+
+
+def _through(module: nn.Module, checkpoint: Callable[..., Any], bind: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda function, *args: checkpoint(bind(module, function), *args)

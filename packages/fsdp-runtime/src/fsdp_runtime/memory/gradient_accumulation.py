@@ -115,7 +115,7 @@ def drop_cleared_gradients(root: Any) -> None:
     """Drop a parameter's accumulated gradients if the user has set ``grad`` to ``None`` or zero."""
     state = runtime_state(root)
     zeroed = {
-        shard for shard, mark in state.marks if mark is not None and shard.grad is mark and fsdp2.is_written(mark)
+        shard for shard, mark in state.marks if mark is not None and shard.grad is mark and fsdp2.tensor_version(mark)
     }
     cleared = zeroed | {shard for shard, _ in state.marks if shard.grad is None}
     if cleared and not all(fsdp2.drop_unreduced_gradients(unit, cleared) for unit in state.units):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_runtime._transformers_compat.generation import generation_config, read_generation_settings
+from fsdp_runtime._transformers_compat.checkpoints import generation_config, read_generation_settings
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.runtime_state import runtime_state

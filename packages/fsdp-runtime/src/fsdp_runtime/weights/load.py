@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_runtime._transformers_compat.checkpoints import read_generation_settings
 from fsdp_runtime._transformers_compat.conversions import remember_rules
-from fsdp_runtime._transformers_compat.generation import read_generation_settings
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, source_folder

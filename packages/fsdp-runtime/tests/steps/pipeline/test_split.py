@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fsdp_runtime._torch_compat.pipelining import merged_parameter_groups
+from fsdp_runtime._torch_compat import merged_parameter_groups
 from fsdp_runtime.steps import Pipeline
 from fsdp_runtime.steps.pipeline.split import ranges_of, split_blocks
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
-from fsdp_runtime._torch_compat.pipelining import merged_parameter_groups
+from fsdp_runtime._torch_compat import merged_parameter_groups
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.memory.unshard import unsharded
