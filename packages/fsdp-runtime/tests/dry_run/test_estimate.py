@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from dataclasses import replace
@@ -120,6 +121,15 @@ def run(model: Any = twelve, mesh: Any = None, **options: Any) -> Estimate:
 def plain() -> Estimate:
     """The estimate of the defaults."""
     return run()
+
+
+def test_an_estimate_keeps_no_traced_model() -> None:
+    class Traced(Block):
+        pass
+
+    run(lambda: Decoder([Traced()]))
+    gc.collect()
+    assert not [each for each in gc.get_objects() if issubclass(type(each), Traced)]
 
 
 @pytest.mark.any_torch

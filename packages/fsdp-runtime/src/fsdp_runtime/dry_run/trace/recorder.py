@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         info.last_dim = tensor.shape[-1] if tensor.ndim > 1 else 0
         info.fused = self._fusion.created(info.index) if self._fusion is not None and event >= 0 else None
         self._live[storage_key(storage)] = info
-        weakref.finalize(storage, self._freed, storage_key(storage))
+        weakref.finalize(storage, _note_freed, weakref.ref(self), storage_key(storage))
         return info
 
     def _new_storage(self, event: int, nbytes: int) -> StorageInfo:
@@ -279,6 +279,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if info is not None and (change := storage.nbytes() - info.nbytes):
             info.category = "gathered"
             self._changed(info, self._event("resize_"), change)
+
+
+def _note_freed(recorder: weakref.ref[Recorder], key: int) -> None:
+    """Tell a recorder that a storage was freed; a finalizer with the recorder itself would keep its model alive."""
+    if (running := recorder()) is not None:
+        running._freed(key)
 
 
 def with_fused_storages(recording: Recording) -> Recording:
