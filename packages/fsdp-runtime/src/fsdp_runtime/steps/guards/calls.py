@@ -245,7 +245,7 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     for parameter in plain:
         if isinstance(parameter.grad, DTensor):
             parameter.grad = parameter.grad.full_tensor()
-    if plain and _compared.get(optimizer) != len(plain):
+    if plain and dist.is_initialized() and _compared.get(optimizer) != len(plain):
         beside = [parameter for model in models_with(plain) for parameter in model.parameters()]
         _compare(optimizer, plain, shards or [parameter for parameter in beside if isinstance(parameter, DTensor)])
     # Optimizers of other packages may write to their groups, as schedule-free optimizers do; a division loses this.
