@@ -27,7 +27,7 @@ from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.steps.multi_token_layouts import LAYOUTS
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.trainers import training_arguments as trainers
-from fsdp_runtime.trainers.heads_loss import check_heads
+from fsdp_runtime.trainers.logits import check_heads
 from fsdp_runtime.wrap import hook_forward
 from harness.models import tiny_model
 from refusals import Provocations
@@ -377,7 +377,7 @@ CASES: Provocations = {
             SimpleNamespace(model_type=""), 1
         ),
     },
-    "fsdp_runtime/trainers/heads_loss.py": {
+    "fsdp_runtime/trainers/logits.py": {
         "OptionError: heads no labels": _heads_in_a_trainer,
     },
     "fsdp_runtime/steps/routing/global_aux_loss.py": {

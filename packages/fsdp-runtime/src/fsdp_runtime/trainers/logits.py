@@ -1,4 +1,4 @@
-"""Losses and log-probabilities from logits that are sharded on the vocabulary.
+"""Losses and log-probabilities from logits that are sharded on the vocabulary, and the loss of multi-token heads.
 
 TRL's trainers call ``model(..., labels=labels, fused_lm_head=True)`` for log-probabilities in place of logits; its own
 ``add_fused_lm_head`` gathers the head's full weight on every rank.  The function here runs the sharded head.
@@ -15,6 +15,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.models import calls_loss_function, with_loss_function
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.steps.context.step import under_context_parallelism
 from fsdp_runtime.trainers.full_rows import FullRows, rows_in_force, take_full_rows
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.wrap import hook_forward, replace_forward
@@ -29,13 +32,7 @@ from fsdp_runtime.wrap import hook_forward, replace_forward
 
 def full(values: Any) -> Any:
     """Gather the DTensors in nested tuples, lists and dicts into plain tensors; collective."""
-    if isinstance(values, DTensor):
-        return values.full_tensor()
-    if isinstance(values, (tuple, list)):
-        return type(values)(full(value) for value in values)
-    if isinstance(values, dict):
-        return type(values)({name: full(value) for name, value in values.items()})
-    return values
+    return recursively_apply(DTensor.full_tensor, values, test_type=lambda value: isinstance(value, DTensor))
 
 
 def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -57,9 +54,7 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
                 options["shift_labels"] = shift_labels
             return loss_function(logits, labels, *args, **options)
         if shift_labels is None:
-            if labels is None:
-                raise OptionError("a loss needs labels or shift_labels")
-            shift_labels = next_labels(labels, ignore_index)
+            shift_labels = rl_logprobs().next_token_targets(labels, ignore_index=ignore_index)
         count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         own = shift_labels if rows is None else rows.shard(shift_labels, ignore_index)
         logprobs = rl_logprobs().token_statistics(logits, own, ignore_index=ignore_index).logprobs
@@ -97,12 +92,7 @@ def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) 
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    shift = any(cls.__name__ in causal for cls in type(model).__mro__)
-
-    def smooth(outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Tensor:
-        return label_smoother(outputs, labels, shift_labels=shift_labels or shift, **kwargs)
-
-    return smooth
+    return partial(label_smoother, shift_labels=any(cls.__name__ in causal for cls in type(model).__mro__))
 
 
 def compute_losses_on(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -162,18 +152,6 @@ class CountOfLabels:
         return own(*args, **kwargs)
 
 
-def scored_positions(labels: Tensor) -> int:
-    """The number of positions at the end of the sequence that predict a label, at least 1, for ``logits_to_keep``."""
-    columns = (labels != -100).any(dim=0).nonzero()
-    first = int(columns[0]) if len(columns) else labels.size(1)
-    return max(1, labels.size(1) - max(first, 1) + 1)
-
-
-def next_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Return the label that each position is to predict, from labels that are not shifted."""
-    return rl_logprobs().next_token_targets(labels, ignore_index=ignore_index)
-
-
 def per_position(
     logits: Tensor, targets: Tensor, *, temperature: float, fields: tuple[str, ...], rows: FullRows | None = None
 ) -> dict[str, Any]:
@@ -205,8 +183,7 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, fields: tup
             values["log_sum_sq_probs"] = twice.logsumexp - 2 * statistics.logsumexp.detach()
         if "mean_logits" in fields:
             total = logits.detach().sum(-1, dtype=torch.float32)
-            plain = total.full_tensor() if isinstance(total, DTensor) else total
-            values["mean_logits"] = (plain / (logits.size(-1) * temperature)).masked_fill(~scored, 0.0)
+            values["mean_logits"] = (full(total) / (logits.size(-1) * temperature)).masked_fill(~scored, 0.0)
     return values
 
 
@@ -220,8 +197,7 @@ def add_fused_lm_head(
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
     """Patch ``model.forward`` as ``trl.trainer.utils.add_fused_lm_head`` does, with the same arguments."""
-    # The model is no ``PeftModel``; ``outputs`` may be ``log_probs``, ``entropy``, ``is_top1``, ``mean_logits`` and
-    # ``log_sum_sq_probs``.
+    # The model is no ``PeftModel``.
     if cast_lm_head_to_fp32:
         raise OptionError("cast_lm_head_to_fp32=True replaces the sharded head: keep it False, or load float32 weights")
     if unknown := sorted(set(outputs) - _FIELDS):
@@ -249,23 +225,57 @@ def add_fused_lm_head(
         if rows is not None:  # the hook of full rows has taken them: the model runs on this rank's tokens
             labels, num_items_in_batch = rows.given.get("labels"), rows.given.get("num_items_in_batch")
             shift_labels = rows.given.get("shift_labels")
-        elif takes_logits_to_keep and shift_labels is None:
-            kwargs["logits_to_keep"] = scored_positions(labels)
+        elif takes_logits_to_keep and shift_labels is None:  # the positions from the first that predicts a label
+            columns = (labels != -100).any(dim=0).nonzero()
+            first = int(columns[0]) if len(columns) else labels.size(1)
+            kwargs["logits_to_keep"] = max(1, labels.size(1) - max(first, 1) + 1)
         plain = forward(*args, **kwargs)
-        targets = next_labels(labels) if shift_labels is None else shift_labels
+        targets = rl_logprobs().next_token_targets(labels) if shift_labels is None else shift_labels
         statistics = per_position(plain.logits, targets, temperature=temperature, fields=outputs, rows=rows)
         mask = targets != -100
         if shift_labels is None:  # the last position predicts no label
             mask, statistics = mask[:, :-1], {name: value[:, :-1] for name, value in statistics.items()}
-        loss, aux_loss = _loss(self.config, plain, statistics["log_probs"], mask, num_items_in_batch)
+        items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss = -statistics["log_probs"].sum() / items
+        if (aux_loss := getattr(plain, "aux_loss", None)) is not None:  # of a mixture
+            loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **statistics)
 
     replace_forward(model, types.MethodType(fused_forward, model))
 
 
-def _loss(config: Any, plain: Any, log_probs: Tensor, mask: Tensor, items: Any) -> tuple[Tensor, Any]:
-    """Return the loss with a mixture's auxiliary loss, and the auxiliary loss."""
-    loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
-    if (aux_loss := getattr(plain, "aux_loss", None)) is not None:
-        loss = loss + getattr(config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
-    return loss, aux_loss
+def _heads(model: Any) -> Any:
+    """Return the heads of a model if a trainer adds their loss."""
+    heads = runtime_state(base_model(model)).multi_token_heads
+    return None if heads is None or heads.loss_scaling_factor is None else heads
+
+
+def check_heads(trainer: Any) -> None:
+    """Raise :class:`OptionError` if a trainer is to add the loss of heads that get no labels from it."""
+    heads = _heads(trainer.model)
+    if heads is None:
+        return
+    classes = {cls.__name__ for cls in type(trainer).__mro__}
+    has_separate_loss = "TrlMixin" in classes and "SFTTrainer" not in classes
+    reasons = {name: getattr(trainer, name, None) for name in ("compute_loss_func", "label_smoother")}
+    reasons |= {"a loss of log-probabilities": has_separate_loss, "cp": under_context_parallelism(trainer.model)}
+    if reason := next((name for name, value in reasons.items() if value), ""):
+        raise OptionError(
+            f"loss_scaling_factor={heads.loss_scaling_factor}: {type(trainer).__name__} with {reason} gives "
+            "multi-token heads no labels: use Trainer or SFTTrainer without it, or add heads.loss in a loop"
+        )
+
+
+def with_loss_of_heads(compute: Callable[[], Any], trainer: Any, model: Any, items: Any) -> Any:
+    """Compute a trainer's loss, alone or before its outputs, with the weighted loss of the model's heads."""
+    heads = _heads(model)
+    if heads is None or not torch.is_grad_enabled():
+        return compute()
+    heads.num_items_in_batch = items  # SFTTrainer does not pass it on
+    try:
+        loss = compute()
+    finally:
+        heads.num_items_in_batch = None
+    summed = items is not None and trainer.args.average_tokens_across_devices  # and multiplied by the ranks
+    further = heads.loss * heads.loss_scaling_factor * (trainer.accelerator.num_processes if summed else 1)
+    return (loss[0] + further, *loss[1:]) if isinstance(loss, tuple) else loss + further

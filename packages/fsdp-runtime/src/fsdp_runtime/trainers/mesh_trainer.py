@@ -20,16 +20,9 @@ from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size, require_axes
 from fsdp_runtime.sharded import first_rank_speaks
 from fsdp_runtime.steps.outputs.full_tensors import gather_logits
+from fsdp_runtime.trainers import logits as losses
 from fsdp_runtime.trainers import training_arguments as arguments
 from fsdp_runtime.trainers.accelerator_state import STATE_FOLDER
-from fsdp_runtime.trainers.heads_loss import check_heads, with_loss_of_heads
-from fsdp_runtime.trainers.logits import (
-    CountOfLabels,
-    compute_losses_on,
-    full,
-    label_smoother_for,
-    loss_of_sharded_logits,
-)
 from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator, over_mesh
 from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
@@ -99,15 +92,14 @@ class MeshTrainerMixin(LogStepValues):
         if isinstance(model, nn.Module):
             arguments.check_model(model, self.mesh, args)
         if callable(own := kwargs.get("compute_loss_func")):
-            kwargs = {**kwargs, "compute_loss_func": loss_of_sharded_logits(own)}
+            kwargs = {**kwargs, "compute_loss_func": losses.loss_of_sharded_logits(own)}
         model, kwargs = self._shard_models(model, kwargs)
         super().__init__(model=model, args=args, **kwargs)
         self._adopt(self.model)
         self._check_data()
-        check_heads(self)
-        attributes: dict[str, Any] = self.__dict__
-        if (label_smoother := attributes["label_smoother"]) is not None:
-            attributes["label_smoother"] = label_smoother_for(label_smoother, base_model(self.model))
+        losses.check_heads(self)
+        if self.label_smoother is not None:
+            self.label_smoother = losses.label_smoother_for(self.label_smoother, base_model(self.model))
 
     @classmethod
     def _takes_stages(cls) -> bool:
@@ -149,7 +141,7 @@ class MeshTrainerMixin(LogStepValues):
         return model
 
     def _adopt(self, model: nn.Module) -> None:
-        compute_losses_on(model, self.mesh)
+        losses.compute_losses_on(model, self.mesh)
         if self._reads_logits:
             gather_logits(base_model(model))
 
@@ -195,9 +187,9 @@ class MeshTrainerMixin(LogStepValues):
         ranks = self.accelerator.num_processes
         compute = partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
         if ranks == 1:
-            return with_loss_of_heads(compute, self, model, num_items_in_batch)
-        with CountOfLabels(base_model(model)) as count:
-            loss = with_loss_of_heads(compute, self, model, num_items_in_batch)
+            return losses.with_loss_of_heads(compute, self, model, num_items_in_batch)
+        with losses.CountOfLabels(base_model(model)) as count:
+            loss = losses.with_loss_of_heads(compute, self, model, num_items_in_batch)
         weight: Tensor | float = 1
         if self.args.average_tokens_across_devices and isinstance(inputs.get("labels"), Tensor):
             if num_items_in_batch is None:  # classes that say ``accepts_loss_kwargs = False``: most with images
@@ -216,7 +208,6 @@ class MeshTrainerMixin(LogStepValues):
         return owner.__module__.partition(".")[0] not in ("transformers", "trl")
 
     def _share_of_labels(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return this rank's share of the labels of all ranks."""
         labels = inputs.get("shift_labels", inputs["labels"])
         shifts = self._loss_shifts_labels and "shift_labels" not in inputs
         own = (labels[..., 1:] if shifts else labels).ne(-100).sum()
@@ -231,7 +222,7 @@ class MeshTrainerMixin(LogStepValues):
         """Evaluate a batch; logits come back as plain tensors."""
         step = super().prediction_step
         if self._stages is None:
-            return full(step(model, inputs, *args, **kwargs))
+            return losses.full(step(model, inputs, *args, **kwargs))
         return self._stages.predict(inputs, lambda batch: step(model, batch, *args, **kwargs))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
