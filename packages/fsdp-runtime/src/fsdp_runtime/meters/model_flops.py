@@ -124,13 +124,12 @@ def _towers(structure: ModelStructure) -> tuple[str, ...]:
 def _expert_shares(structure: ModelStructure) -> Iterator[tuple[str, float]]:
     """Yield the path of each mixture's experts and the fraction of experts that a token uses."""
     for router in routers_of(structure).by_path.values():
-        if router.top_k is None:
+        if router.share is None:
             raise ModelError(
                 f"{router.path} ({type(router.module).__name__}) does not tell its number of experts per token: set "
                 "its attribute top_k, or give StepMeter flops=ModelFlops(per_token=..., attention=...)"
             )
-        parent = router.path.rpartition(".")[0]
-        yield (f"{parent}.experts" if parent else "experts", router.top_k / router.experts)
+        yield router.experts_path, router.share
 
 
 def _of_attention(structure: ModelStructure) -> Iterator[AttentionFlops]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from torch import nn
 
 from fsdp_runtime.errors import ModelError
@@ -12,7 +14,10 @@ from fsdp_runtime.steps.routing.routers import routers_of
 
 def balanced(structure: ModelStructure, stages: int) -> tuple[int, ...]:
     """Return the number of blocks of each stage."""
-    modules, shares = structure.tree.modules, _expert_shares(structure)
+    modules, shares = structure.tree.modules, dict[str, float]()
+    with suppress(ModelError):  # a mixture of unknown form, such as JetMoE's attention: all of its experts are counted
+        routers = routers_of(structure).by_path.values()
+        shares = {f"{router.experts_path}.": router.share for router in routers if router.share}
     blocks, head = structure.decoder, structure.lm_head
     inside = tuple(f"{path}." for path in blocks)
     outside = [path for path in (structure.embedding, head) if path is not None and not path.startswith(inside)]
@@ -31,6 +36,7 @@ def balanced(structure: ModelStructure, stages: int) -> tuple[int, ...]:
 
 def _flops(module: nn.Module, path: str, shares: dict[str, float]) -> float:
     """Return the products with weights for one token, in forwards: a trained weight takes three, a frozen one two."""
+    # ``shares`` has the part of the experts that a token uses, by the prefix of their parameters.
     total = 0.0
     for name, parameter in module.named_parameters():
         if parameter.ndim >= 2:
@@ -38,15 +44,3 @@ def _flops(module: nn.Module, path: str, shares: dict[str, float]) -> float:
             share = next((share for prefix, share in shares.items() if place.startswith(prefix)), 1.0)
             total += (3 if parameter.requires_grad else 2) * parameter.numel() * share
     return total
-
-
-def _expert_shares(structure: ModelStructure) -> dict[str, float]:
-    """Return the part of the experts that a token uses, by the prefix of their parameters."""
-    try:
-        routers = [router for router in routers_of(structure).by_path.values() if router.top_k]
-    except ModelError:  # a mixture of unknown form, such as JetMoE's attention: all of its experts are counted
-        return {}
-    return {
-        f"{router.path.rpartition('.')[0]}.experts.".removeprefix("."): (router.top_k or 1) / router.experts
-        for router in routers
-    }

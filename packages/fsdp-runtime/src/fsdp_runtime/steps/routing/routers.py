@@ -49,6 +49,16 @@ class Router:
     layer: int | None  # index in the stack of blocks, ``None`` outside of the stack
     counts: tuple[_Count, ...]  # the attributes of both numbers
 
+    @property
+    def experts_path(self) -> str:
+        """The path of the experts beside the router."""
+        return f"{self.path.rpartition('.')[0]}.experts".removeprefix(".")
+
+    @property
+    def share(self) -> float | None:
+        """The part of the experts that a token uses, ``None`` if no attribute has the number."""
+        return None if self.top_k is None else self.top_k / self.experts
+
 
 @dataclass(frozen=True, eq=False)
 class Routers:
