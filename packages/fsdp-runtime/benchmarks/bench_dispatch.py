@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed.expert_parallel import AllToAllEP
 
-from fsdp_runtime.dry_run.trace.assumed_routes import mean_destinations
+from fsdp_runtime.dry_run.trace.assumed_values import mean_destinations
 from tp_plans.runtime import AllToAllExchange
 
 

@@ -13,7 +13,7 @@ from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, EstimateError, estimate, sweep
 from fsdp_runtime.dry_run.build_model import build_model
 from fsdp_runtime.dry_run.compare import candidate_meshes
-from fsdp_runtime.dry_run.trace.assumed_routes import AssumedRoutes, mean_destinations
+from fsdp_runtime.dry_run.trace.assumed_values import AssumedRoutes, mean_destinations
 
 
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), [(8, 3, 4), (6, 2, 2), (8, 8, 4), (6, 1, 6), (4, 2, 1)])

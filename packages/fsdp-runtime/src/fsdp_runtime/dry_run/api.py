@@ -123,7 +123,5 @@ def estimate(
     from fsdp_runtime.dry_run.pipeline import run  # torch, after the arguments that need none
     from fsdp_runtime.dry_run.step import StepConfig
 
-    step = StepConfig.parse(options, seq_len=seq_len, device_memory=memory)
-    return run(
-        model, spec, step, exact=exact, rank=rank, device_memory=memory, bandwidths=bandwidths, progress=progress
-    )
+    step = StepConfig.parse(options, seq_len=seq_len, exact=exact, rank=rank, device_memory=memory)
+    return run(model, spec, step, bandwidths, progress)

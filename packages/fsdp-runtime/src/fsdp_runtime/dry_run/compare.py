@@ -91,12 +91,7 @@ def sweep(
     """
     require_model_source(model)  # here rather than once in every process
     specs = candidate_meshes(world_size, max_tp=max_tp, cp=cp, dp_replicate=dp_replicate, ep=ep)
-    waiting = make_candidates(
-        specs,
-        sequence_parallel=sequence_parallel,
-        activation_checkpointing=activation_checkpointing,
-        context_parallel=context_parallel,
-    )
+    waiting = make_candidates(specs, sequence_parallel, activation_checkpointing, context_parallel)
     if not waiting:
         raise EstimateError(
             f"no mesh of {world_size} ranks has tp <= {max_tp}, cp in {tuple(cp)}, dp_replicate in "
@@ -106,10 +101,10 @@ def sweep(
     if hardware is not None and hardware not in HARDWARE:
         raise EstimateError(f"hardware={hardware!r}: write one of {', '.join(HARDWARE)}")
     speed = None if device_flops is None else parse_flops(device_flops)
-    if progress is not None:
-        shortest, longest = (len(waiting) * seconds / max(workers, 1) / 60 for seconds in _SECONDS_OF_A_DRY_RUN)
-        several = f"{len(waiting)} dry runs, {max(workers, 1)} at a time"
-        progress(f"{several}: {max(1, round(shortest))} to {max(1, round(longest))} minutes", 0, len(waiting))
+    report = progress or (lambda _name, _done, _all: None)
+    shortest, longest = (len(waiting) * seconds / max(workers, 1) / 60 for seconds in _SECONDS_OF_A_DRY_RUN)
+    several = f"{len(waiting)} dry runs, {max(workers, 1)} at a time"
+    report(f"{several}: {max(1, round(shortest))} to {max(1, round(longest))} minutes", 0, len(waiting))
     if enough is not None:
         waiting.sort(key=lambda each: (each.mesh.tp * each.mesh.cp, each.mesh.tp))
     candidates: list[Candidate] = []
@@ -125,8 +120,7 @@ def sweep(
             candidates.append(replace(candidate, error=outcome))
         else:
             candidates.append(candidate.with_estimate(outcome, device_flops=speed, hardware=hardware))
-        if progress is not None:
-            progress(candidate.label, len(candidates), len(waiting))
+        report(candidate.label, len(candidates), len(waiting))
     return rank_candidates(world_size, candidates)
 
 
@@ -147,7 +141,6 @@ def _is_larger(tried: Candidate, candidate: Candidate) -> bool:
 
 
 def _attempt(model: Any, options: Mapping[str, Any], candidate: Candidate) -> Estimate | str:
-    """Return the estimate of one candidate, or the error message."""
     names = ("sequence_parallel", "activation_checkpointing", "context_parallel")
     try:
         return estimate(model, candidate.mesh, **{name: getattr(candidate, name) for name in names}, **options)
@@ -229,7 +222,6 @@ def candidate_meshes(
 
 def make_candidates(
     specs: Iterable[MeshSpec],
-    *,
     sequence_parallel: Sequence[bool],
     activation_checkpointing: Sequence[str],
     context_parallel: Sequence[str] = ("allgather",),

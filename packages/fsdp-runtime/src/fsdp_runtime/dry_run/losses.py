@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,20 +21,26 @@ Forward = Callable[[nn.Module, Mapping[str, Tensor], Callable[[], None]], Tensor
 def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward:
     """Return the forward and the loss for ``"logits"``, ``"linear"``, or a function or its dotted path."""
     if loss == "logits":
-        return partial(_on_logits, _from_rl_logprobs("token_logprobs"))
+        return _on_logits
     if loss == "linear":
         if lm_head is None:
             raise EstimateError("logprobs='linear' needs an LM head, and none was found in the model: use 'logits'")
-        return partial(_on_hidden, _from_rl_logprobs("linear_token_logprobs"))
-    return partial(_as_forward, loss if callable(loss) else _by_dotted_path(loss))
+        return _on_hidden
+    function = loss if callable(loss) else _by_dotted_path(loss)
+
+    def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
+        result: Tensor = function(model, inputs)  # all of it counts as forward
+        begin_loss()
+        return result
+
+    return forward
 
 
-def clip_function() -> Callable[[Any, float], Any] | None:
+def clip_function() -> Any:
     """Return ``rl_logprobs.clip_grad_norm_``, ``None`` if the package is not installed."""
-    try:
+    with suppress(EstimateError):
         return _from_rl_logprobs("clip_grad_norm_")
-    except EstimateError:
-        return None
+    return None
 
 
 @contextmanager
@@ -52,21 +58,8 @@ def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
         yield tile_multiplicity
 
 
-def _as_forward(
-    function: Callable[..., Tensor], model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]
-) -> Tensor:
-    """Run a function that runs the model and returns the loss; all of it counts as forward."""
-    loss = function(model, inputs)
-    begin_loss()
-    return loss
-
-
-def _on_logits(
-    token_logprobs: Callable[..., Tensor],
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    begin_loss: Callable[[], None],
-) -> Tensor:
+def _on_logits(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
+    token_logprobs = _from_rl_logprobs("token_logprobs")
     output, targets = model(**inputs), inputs["input_ids"]
     logits = logits_of(output)
     if logits is None:
@@ -79,19 +72,18 @@ def _on_logits(
             "logprobs=function(model, inputs) that returns the loss"
         )
     begin_loss()
-    return -token_logprobs(logits, targets).mean()
+    loss: Tensor = -token_logprobs(logits, targets).mean()
+    return loss
 
 
-def _on_hidden(
-    linear_token_logprobs: Callable[..., Tensor],
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    begin_loss: Callable[[], None],
-) -> Tensor:
+def _on_hidden(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
+    linear_token_logprobs = _from_rl_logprobs("linear_token_logprobs")
+
     def loss(hidden: Tensor, head: LMHeadParameters) -> Tensor:
         begin_loss()
         options = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
-        return -linear_token_logprobs(hidden, head.weight, inputs["input_ids"], **options).mean()
+        mean: Tensor = linear_token_logprobs(hidden, head.weight, inputs["input_ids"], **options).mean()
+        return -mean
 
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -101,25 +93,20 @@ def _on_hidden(
     return result
 
 
-def _from_rl_logprobs(name: str) -> Callable[..., Any]:
+def _from_rl_logprobs(name: str) -> Any:
     try:
-        module = import_module("rl_logprobs")
+        return getattr(import_module("rl_logprobs"), name)
     except ImportError as error:
         raise EstimateError(
             "logprobs='logits' and 'linear' need rl-logprobs: pip install rl-logprobs, or pass "
             "logprobs=function(model, inputs) that returns the loss"
         ) from error
-    function: Callable[..., Any] = getattr(module, name)
-    return function
 
 
-def _by_dotted_path(path: str) -> Callable[..., Any]:
-    module, _, name = path.rpartition(".")
-    try:
-        function = getattr(import_module(module), name) if module else None
-    except (ImportError, AttributeError):
-        function = None
+def _by_dotted_path(path: str) -> Any:
+    function = None
+    with suppress(ImportError, AttributeError, ValueError):
+        function = resolve_name(path)
     if not callable(function):
         raise EstimateError(f"logprobs={path!r}: write 'logits', 'linear' or package.module.function")
-    loss: Callable[..., Any] = function
-    return loss
+    return function

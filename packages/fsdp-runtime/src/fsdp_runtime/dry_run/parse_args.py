@@ -37,9 +37,9 @@ def parse_bytes(value: int | str) -> int:
     """Return bytes from a number, or from text such as ``"80GiB"`` (powers of 1024) or ``"80GB"`` (powers of 1000)."""
     if isinstance(value, str):
         match = re.fullmatch(_NUMBER + r"([kmgtpe]?)(i?)B", value.strip(), re.IGNORECASE)
-        if match is None and re.fullmatch(r"\d+", value.strip()) is None:
+        if match is None and (match := re.fullmatch(r"(\d+)()()", value.strip())) is None:
             raise EstimateError(f"{value!r} is not a size in bytes: write 80GiB, 80GB or a number of bytes")
-        value = int(value) if match is None else round(_scaled(match[1], match[2], 1024 if match[3] else 1000))
+        value = round(_scaled(match[1], match[2], 1024 if match[3] else 1000))
     if value <= 0:
         raise EstimateError(f"a size of {value} bytes: give a positive number")
     return value
@@ -173,13 +173,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype."""
     written = str(dtype).removeprefix("torch.")
     return next((name for name, known in DTYPES.items() if known == written), written)
-
-
-def plan_name(plan: object) -> str:
-    """Return the name of a plan in :class:`Settings`."""
-    if plan is None:
-        return "none"
-    return plan if isinstance(plan, str) else "custom"
 
 
 def _pairs(text: str, error: type[Exception], example: str) -> list[tuple[str, str]]:

@@ -18,24 +18,23 @@ from fsdp_runtime import resolve_parallelism
 from fsdp_runtime.dry_run.allocator.constants import constant_costs
 from fsdp_runtime.dry_run.allocator.replay import reserved_bytes
 from fsdp_runtime.dry_run.build_model import build_model
-from fsdp_runtime.dry_run.parse_args import dtype_name, plan_name
+from fsdp_runtime.dry_run.parse_args import dtype_name
 from fsdp_runtime.dry_run.remarks import advice_for, quantization_assumptions, untrained_assumptions
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks, TracedModel, find_repeated_blocks
-from fsdp_runtime.dry_run.scale.summary import Summary, Tape, peaks, scale_up, wildcard
+from fsdp_runtime.dry_run.scale.summary import CallKey, Summary, Tape, peaks, scale_up, wildcard
 from fsdp_runtime.dry_run.stages.rank import RankTrace, sent_shapes, staged_of, trace_rank
 from fsdp_runtime.dry_run.stages.replay import rank_kinds, replay
 from fsdp_runtime.dry_run.step import ON_HOST, StepConfig, trace_step
-from fsdp_runtime.dry_run.trace.assumed_routes import assumed_exchange, routing_assumptions
+from fsdp_runtime.dry_run.trace.assumed_values import assumed_exchange, routing_assumptions
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
+from fsdp_runtime.dry_run.trace.kernels import kernels_of_attention, kernels_of_recurrences, recurrence_assumptions
 from fsdp_runtime.dry_run.trace.recorder import UntraceableError
-from fsdp_runtime.dry_run.trace.stand_ins import kernels_of_attention, kernels_of_recurrences, recurrence_assumptions
 from fsdp_runtime.dry_run.types import (
     PHASES,
     Assumption,
     Estimate,
     Memory,
     MemoryBreakdown,
-    Phase,
     PipelineRank,
     ReplicatedParameters,
     Settings,
@@ -71,21 +70,13 @@ _STATE = ("optimizer_state",)
 
 
 def run(
-    source: Any,
-    spec: MeshSpec,
-    step: StepConfig,
-    *,
-    exact: bool,
-    rank: int,
-    device_memory: int | None,
-    bandwidths: Mapping[str, float],
-    progress: ProgressCallback | None,
+    source: Any, spec: MeshSpec, step: StepConfig, bandwidths: Mapping[str, float], progress: ProgressCallback | None
 ) -> Estimate:
     """Return the estimate, from parsed arguments; see ``estimate``."""
     exchange = assumed_exchange(step.routing)
     report = progress or (lambda _name, _done, _all: None)
     started = time.perf_counter()
-    with fake_world(spec, rank=rank) as mesh:
+    with fake_world(spec, rank=step.rank) as mesh:
         report("building the model", 0, _STEPS)
         model = build_model(source, step.dtype, step.frozen_dtype)
         report("checking the plan", 1, _STEPS)
@@ -96,14 +87,15 @@ def run(
         parallelism = resolve_parallelism(model, mesh, **options)
         full = TracedModel(model, parallelism.structure)
         with kernels_of_device("cuda"), kernels_of_recurrences(model), kernels_of_attention():
-            trace = _trace(full, parallelism, mesh, step, exact=exact, report=report)
+            trace = _trace(full, parallelism, step, report)
         summary = trace.summary
-        traffic = summarize_traffic(summary.traffic, mesh, bandwidths)
+        traffic = _traffic(summary.traffic, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
-    settings = _settings(model, spec, rank, step, trace, parallelism)
+    settings = _settings(model, spec, step, trace, parallelism)
     exchanged = next(iter(parallelism.setup.expert_plan or ()), "")
     on_host = _OFFLOADED if settings.offload else _STATE if step.optimizer in ON_HOST else ()
-    memory = _memory(trace, step, settings.world_size, device_memory, on_host)
+    memory = _memory(trace, step, settings.world_size, on_host)
+    segments_grow = step.allocator is not None and step.allocator.expandable_segments
     return Estimate(
         settings=settings,
         memory=memory,
@@ -123,24 +115,19 @@ def run(
             *recurrence_assumptions(model),
             *quantization_assumptions(model),
         ),
-        device_memory=device_memory,
-        advice=advice_for(
-            settings,
-            memory,
-            device_memory,
-            segments_grow=step.allocator is not None and step.allocator.expandable_segments,
-        ),
+        device_memory=step.device_memory,
+        advice=advice_for(settings, memory, step.device_memory, segments_grow=segments_grow),
         seconds=time.perf_counter() - started,
         pipeline=trace.pipeline,
     )
 
 
-def _settings(
-    model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace, parallelism: Parallelism
-) -> Settings:
+def _settings(model: nn.Module, spec: MeshSpec, step: StepConfig, trace: _Trace, parallelism: Parallelism) -> Settings:
     setup = parallelism.setup
     layers, tokens = setup.required(TensorParallel), setup.required(ContextParallel)
     sharding, recomputed = setup.required(FSDP2), setup.required(ActivationCheckpointing)
+    inside = {p for path in parallelism.structure.blocks for p in model.get_submodule(path).parameters()}
+    frozen = sum(p.nbytes for p in inside if p.ndim > 1 and not p.requires_grad)
     # Fields that the step and its settings share, by name; resolved values have precedence.
     as_given = {each.name: getattr(step, each.name) for each in fields(Settings) if hasattr(step, each.name)}
     resolved = {
@@ -148,8 +135,7 @@ def _settings(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "mesh": {**spec.sizes, "ep": spec.ep},
         "world_size": math.prod(spec.sizes.values()),
-        "rank": rank,
-        "plan": plan_name(layers.plan),
+        "plan": "none" if layers.plan is None else layers.plan if isinstance(layers.plan, str) else "custom",
         "sequence_parallel": layers.sequence_parallel,
         "context_parallel": tokens.method,
         "activation_checkpointing": str(recomputed.mode),
@@ -161,29 +147,13 @@ def _settings(
         "blocks": trace.summary.blocks,
         "traced": trace.traced,
         "scaling": trace.scaling,
-        "frozen": _frozen_bytes(model, parallelism) // math.prod(spec.sizes[axis] for axis in ("tp", "cp", "dp_shard")),
+        "frozen": frozen // math.prod(spec.sizes[axis] for axis in ("tp", "cp", "dp_shard")),
         "quantized": setup.step(Quantized) is not None,
     }
     return Settings(**as_given | resolved)
 
 
-def _frozen_bytes(model: nn.Module, parallelism: Parallelism) -> int:
-    """Return the bytes of the frozen matrices in blocks; 0 for a model without any."""
-    blocks = parallelism.structure.blocks
-    inside = {each: None for path in blocks for each in model.get_submodule(path).parameters()}
-    return sum(each.nbytes for each in inside if each.ndim > 1 and not each.requires_grad)
-
-
-def _names_single_blocks(parallelism: Parallelism) -> bool:
-    """Return whether the plan has rules for single blocks: equal blocks may then be sharded differently."""
-    if not isinstance(parallelism.plan, Plan):
-        return False
-    return any(part.isdigit() for pattern, _ in parallelism.plan.items() for part in pattern.split("."))
-
-
 class _Trace(NamedTuple):
-    """The summary of the full model, the blocks of each trace, and their scaling."""
-
     summary: Summary
     traced: tuple[int, ...]
     scaling: str
@@ -192,28 +162,22 @@ class _Trace(NamedTuple):
     pipeline: tuple[PipelineRank, ...] = ()
 
 
-def _trace(
-    full: TracedModel,
-    parallelism: Parallelism,
-    mesh: DeviceMesh,
-    step: StepConfig,
-    *,
-    exact: bool,
-    report: ProgressCallback,
-) -> _Trace:
-    """Trace every block, or a few and scale them."""
+def _trace(full: TracedModel, parallelism: Parallelism, step: StepConfig, report: ProgressCallback) -> _Trace:
     blocks = len(full.structure.decoder)
     if parallelism.setup.meshes.pp is not None:
-        return _trace_stages(full, parallelism, mesh, step, report)
-    by_block = _names_single_blocks(parallelism)
+        return _trace_stages(full, parallelism, step, report)
+    # Equal blocks may be sharded differently by rules for single blocks.
+    patterns = [pattern for pattern, _ in parallelism.plan.items()] if isinstance(parallelism.plan, Plan) else []
+    by_block = any(part.isdigit() for pattern in patterns for part in pattern.split("."))
     margin = int(parallelism.setup.required(ActivationCheckpointing).offload)
-    repeated = None if exact or by_block else find_repeated_blocks(full.structure, margin)
+    repeated = None if step.exact or by_block else find_repeated_blocks(full.structure, margin)
     if repeated is None or not repeated.saves_work:
         report("tracing every block", 2, _STEPS)
-        summary = _trace_traceable(full, parallelism, mesh, step)
+        summary = _trace_traceable(full, parallelism, step)
         report("adding up", 3, _STEPS)
-        reason = ", as requested" if exact else ", because the plan has rules for single blocks" if by_block else ""
-        reason = reason or ": too few of them repeat to trace fewer"
+        reason = ": too few of them repeat to trace fewer"
+        if step.exact or by_block:
+            reason = ", as requested" if step.exact else ", because the plan has rules for single blocks"
         return _Trace(summary, (blocks,), f"all {blocks} blocks were traced{reason}")
     stack = full.structure.decoder[0].rpartition(".")[0]
     summaries: list[Summary] = []
@@ -221,7 +185,7 @@ def _trace(
         indices = repeated.block_indices(count)
         report(f"tracing {len(indices)} of {repeated.blocks} blocks", done, _STEPS)
         known = frozenset(summaries[0].untrained if summaries and not step.assume_gradients else ())
-        summaries.append(_trace_traceable(full.with_blocks(indices), parallelism, mesh, step, known))
+        summaries.append(_trace_traceable(full.with_blocks(indices), parallelism, step, known))
 
     def shift_block(path: str, by: int) -> str:
         return re.sub(rf"^{re.escape(stack)}\.(\d+)", lambda match: f"{stack}.{int(match[1]) + by}", path)
@@ -237,13 +201,11 @@ def _trace(
     return _Trace(scaled, (small.blocks, large.blocks), scaling, small.tape, repeated)
 
 
-def _trace_stages(
-    full: TracedModel, parallelism: Parallelism, mesh: DeviceMesh, step: StepConfig, report: ProgressCallback
-) -> _Trace:
+def _trace_stages(full: TracedModel, parallelism: Parallelism, step: StepConfig, report: ProgressCallback) -> _Trace:
     """Trace the ranks of ``pp`` that differ, and replay the schedule with the costs of all ranks."""
     staged, blocks = staged_of(parallelism), len(full.structure.decoder)
     report("finding the tensors between stages", 2, _STEPS)
-    shapes = sent_shapes(full, parallelism, mesh, step)
+    shapes = sent_shapes(full, parallelism, step)
     kinds = rank_kinds(full, staged, shapes)
     traces: list[RankTrace] = []
     for rank, kind in enumerate(kinds):
@@ -251,10 +213,8 @@ def _trace_stages(
             traces.append(traces[first])
             continue
         report(f"tracing rank {rank} of pp", 3, _STEPS)
-        traces.append(
-            _trace_traceable(full, parallelism, mesh, step, trace=partial(trace_rank, rank=rank, shapes=shapes))
-        )
-    summary, rows = replay(traces, staged, shapes, mesh, blocks)
+        traces.append(_trace_traceable(full, parallelism, step, trace=partial(trace_rank, rank=rank, shapes=shapes)))
+    summary, rows = replay(traces, staged, shapes, blocks)
     different = len({id(trace) for trace in traces})
     worst = max(rows, key=lambda row: row.peak.total).rank
     scaling = (
@@ -267,7 +227,6 @@ def _trace_stages(
 def _trace_traceable(
     template: TracedModel,
     parallelism: Parallelism,
-    mesh: DeviceMesh,
     step: StepConfig,
     without_grad: frozenset[str] = frozenset(),
     trace: Callable[..., Any] | None = None,
@@ -282,7 +241,7 @@ def _trace_traceable(
             if wildcard(path) in left_out:
                 replace_forward(module, _return_input)
         try:
-            summary: Any = (trace or trace_step)(traced, parallelism, mesh, step, without_grad)
+            summary: Any = (trace or trace_step)(traced, parallelism, step, without_grad)
         except UntraceableError as error:
             pattern = wildcard(error.module)
             inside_blocks = any(error.module.startswith(f"{block}.") for block in template.structure.decoder)
@@ -302,9 +261,7 @@ def _return_input(*args: Any, **kwargs: Any) -> Any:
     return next(iter((*args, *kwargs.values())))
 
 
-def _memory(
-    trace: _Trace, step: StepConfig, world_size: int, device_memory: int | None, on_host: Collection[str]
-) -> Memory:
+def _memory(trace: _Trace, step: StepConfig, world_size: int, on_host: Collection[str]) -> Memory:
     """Return the bytes of the full model; ``on_host`` are the categories on the host."""
     summary, ends = trace.summary, trace.summary.ends
     at_end = ends.get("optimizer", ends["backward"])
@@ -316,7 +273,7 @@ def _memory(
         reserved = reserved_bytes(
             summary.tape,
             step.allocator,
-            available=None if device_memory is None else device_memory - sum(constants.values()),
+            available=None if step.device_memory is None else step.device_memory - sum(constants.values()),
             smaller=trace.smaller,
             repeated=trace.repeated,
             micro_batches=step.micro_batches,
@@ -337,10 +294,8 @@ def _without(nbytes: MemoryBreakdown, categories: Iterable[str]) -> MemoryBreakd
     return replace(nbytes, **dict.fromkeys(categories, 0))
 
 
-def summarize_traffic(
-    totals: Mapping[tuple[Phase, str, tuple[int, ...]], tuple[int, ...]],
-    mesh: DeviceMesh,
-    bandwidths: Mapping[str, float],
+def _traffic(
+    totals: Mapping[CallKey, tuple[int, ...]], mesh: DeviceMesh, bandwidths: Mapping[str, float]
 ) -> tuple[Traffic, ...]:
     """Return counts and bytes by axis, phase and kind, in that order; a bandwidth under ``""`` is for other axes."""
     axes = axis_names(mesh)

@@ -14,7 +14,7 @@ from fsdp_runtime.dry_run.parse_args import parse_bytes, parse_fsdp, require_mod
 from fsdp_runtime.dry_run.report.format import format_bytes, format_seconds
 from fsdp_runtime.dry_run.report.sections import Section, candidate_errors
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep, format_mesh
-from fsdp_runtime.dry_run.types import bytes_sent_by_axis
+from fsdp_runtime.dry_run.types import Estimate, bytes_sent_by_axis
 from fsdp_runtime.errors import EstimateError
 
 #: Tokens of a sequence for which one rank of ``cp`` is enough; longer ones are also tried on several.
@@ -116,7 +116,8 @@ def recipe_sections(recipes: Iterable[Recipe]) -> list[Section]:
         fitting = [each for each in candidates if each.estimate is not None and each.estimate.fits]
         refused = [each for each in candidates if each.estimate is None]
         heading = f"{recipe.training}, {recipe.seq_len:,} tokens: {len(fitting)} of {len(candidates)} meshes fit"
-        rows = [_HEADER, *map(_row, recipe.found.estimated)] if recipe.found.estimated else ()
+        meshes = [_row(each, each.estimate) for each in candidates if each.estimate is not None]
+        rows = [_HEADER, *meshes] if meshes else ()
         lines = [f"refused: {line}" for line in candidate_errors(refused)]
         sections.append(Section(heading=heading, rows=rows, left=2, lines=lines, status="" if fitting else "bad"))
         if recipe.found.best is not None:
@@ -166,10 +167,7 @@ def program(
     ]
 
 
-def _row(candidate: Candidate) -> list[str]:
-    estimate = candidate.estimate
-    if estimate is None:
-        raise ValueError(f"{candidate.label} has no estimate")
+def _row(candidate: Candidate, estimate: Estimate) -> list[str]:
     sent = bytes_sent_by_axis(estimate.traffic)
     return [
         format_mesh(candidate.axes) + (", SP" if candidate.sequence_parallel else ""),

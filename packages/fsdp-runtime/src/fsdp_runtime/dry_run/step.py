@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,9 @@ from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs
 from fsdp_runtime.dry_run.parse_args import parse_allocator, parse_dtype
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
 from fsdp_runtime.dry_run.scale.summary import Summary, add_up, summarize, wildcard
-from fsdp_runtime.dry_run.trace.assumed_routes import Routing
+from fsdp_runtime.dry_run.trace.assumed_values import Routing
 from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data, uncounted_copies
 from fsdp_runtime.dry_run.trace.kernels import AttentionKernels
-from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.trace.recorder import Recorder
 from fsdp_runtime.errors import EstimateError, OptionError
 from fsdp_runtime.keywords import Options
@@ -36,9 +35,10 @@ from fsdp_runtime.optim import LowBitAdamW
 from fsdp_runtime.parallelism import Parallelism
 from fsdp_runtime.steps import Pipeline
 
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]  # of parameter groups
 #: Optimizers by name, and the bytes of state per byte of a parameter (of a float32 parameter for states in few bits);
 #: ``adamw_single`` is the one without ``foreach``, with temporaries of one parameter.
-OPTIMIZERS: dict[str, tuple[Callable[[list[Any]], torch.optim.Optimizer] | None, float]] = {
+OPTIMIZERS: dict[str, tuple[MakeOptimizer | None, float]] = {
     "adamw": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True), 2),
     "adamw_fused": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True), 2),
     "adamw_single": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=False), 2),
@@ -57,9 +57,12 @@ _MOVED = {"master_dtype", "offload", "reshard_after_forward"}
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """The training step, by the keywords of ``estimate``; ``options`` are the keywords of ``parallelize``."""
+    """The keywords of ``estimate``; ``options`` are the keywords of ``parallelize``."""
 
     seq_len: int
+    exact: bool = False
+    rank: int = 0
+    device_memory: int | None = None  # bytes
     micro_batch: int = 1
     micro_batches: int = 1
     dtype: torch.dtype = torch.bfloat16
@@ -76,8 +79,8 @@ class StepConfig:
     options: Options
 
     @classmethod
-    def parse(cls, keywords: Mapping[str, Any], *, seq_len: int, device_memory: int | None) -> StepConfig:
-        """Return the step of the keywords of ``estimate``."""
+    def parse(cls, keywords: Mapping[str, Any], *, device_memory: int | None, **parsed: Any) -> StepConfig:
+        """Return the step of keywords of ``estimate``, some of them parsed."""
         if moved := _MOVED & keywords.keys():
             raise OptionError(f"{min(moved)} is an option of FSDP2: give it in fsdp=, as to parallelize")
         names = {each.name for each in fields(cls)} & keywords.keys()
@@ -87,29 +90,23 @@ class StepConfig:
             step[name] = None if name == "frozen_dtype" and step[name] is None else parse_dtype(step[name])
         if step.get("allocator") is not None:
             step["allocator"] = parse_allocator(step["allocator"], device_memory=device_memory)
-        return cls(seq_len=seq_len, options=options, **step)
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """The step that divides blocks into stages."""
-        return next((step for step in self.options.get("steps", ()) if isinstance(step, Pipeline)), None)
+        return cls(device_memory=device_memory, options=options, **parsed, **step)
 
     def __post_init__(self) -> None:
         """Raise :class:`EstimateError` for an unknown optimizer, a batch without tokens, or untraceable options."""
-        sizes = {"seq_len": self.seq_len, "micro_batch": self.micro_batch, "micro_batches": self.micro_batches}
-        for name, size in sizes.items():
-            if size < 1:
+        for name in ("seq_len", "micro_batch", "micro_batches"):
+            if (size := getattr(self, name)) < 1:
                 raise EstimateError(f"{name}={size}: give a positive integer")
-        if self.pipeline is not None and self.micro_batches != 1:
+        pipeline = next((step for step in self.options.get("steps", ()) if isinstance(step, Pipeline)), None)
+        if pipeline is not None and self.micro_batches != 1:
             raise EstimateError(
-                f"micro_batches={self.micro_batches} beside Pipeline(microbatches={self.pipeline.microbatches}): give "
-                "the second alone"
+                f"micro_batches={self.micro_batches} beside Pipeline(microbatches={pipeline.microbatches}): give the "
+                "second alone"
             )
-        if self.attention_kernels not in get_args(AttentionKernels):
-            allowed = ", ".join(map(repr, get_args(AttentionKernels)))
-            raise EstimateError(f"attention_kernels={self.attention_kernels!r}: write one of {allowed}")
-        if self.optimizer not in OPTIMIZERS:
-            raise EstimateError(f"optimizer {self.optimizer!r}: write one of {', '.join(OPTIMIZERS)}")
+        kinds = {"optimizer": OPTIMIZERS, "routing": get_args(Routing), "attention_kernels": get_args(AttentionKernels)}
+        for name, allowed in kinds.items():
+            if (kind := getattr(self, name)) not in allowed:
+                raise EstimateError(f"{name}={kind!r}: write one of {', '.join(allowed)}")
         if self.frozen_dtype not in (None, self.dtype) and self.options.get("fsdp") is None:
             raise EstimateError(
                 f"frozen_dtype={self.frozen_dtype} without a dtype to gather in: give fsdp= with mp_policy="
@@ -123,16 +120,13 @@ class StepConfig:
 
 
 def trace_step(
-    traced: TracedModel,
-    parallelism: Parallelism,
-    mesh: DeviceMesh,
-    step: StepConfig,
-    without_grad: frozenset[str] = frozenset(),
+    traced: TracedModel, parallelism: Parallelism, step: StepConfig, without_grad: frozenset[str]
 ) -> Summary:
     """Parallelize a model on the meta device, run the step on fake tensors, and summarize it."""
-    with prepared(traced, parallelism, mesh, step, without_grad) as run:
+    with prepared(traced, parallelism, step, without_grad) as run:
         if step.micro_batches > 1:
-            run.recorder.register(_accumulated_gradients(run.model, without_grad), "gradients")
+            accumulated = (p for name, p in run.model.named_parameters() if wildcard(name) not in without_grad)
+            run.recorder.register(_with_zero_gradients(accumulated), "gradients")  # of earlier micro-batches
         forward = resolve_loss(step.logprobs, traced.structure.lm_head)
         with run.recorder.phase("forward"), run.hooks():
             loss = forward(run.model, run.inputs, lambda: run.recorder.begin("loss"))
@@ -163,12 +157,13 @@ class Prepared:
         return saved_tensors_hooks(_to_host, _from_host) if self.step.offload_activations else nullcontext()
 
     def untrained(self) -> dict[str, tuple[int, ...]]:
-        """Return the trainable parameters without gradients; give them gradients where the step assumes so."""
-        untrained = _untrained(self.model)
+        """Return number and local bytes of trainable parameters without gradients, by name pattern."""
+        # A vision tower is such a part: the step has no images. It gets gradients where the step assumes so.
+        trainable = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        trained = {wildcard(name) for name, parameter in trainable.items() if parameter.grad is not None}
+        untrained = _sizes({name: parameter for name, parameter in trainable.items() if wildcard(name) not in trained})
         if self.step.assume_gradients:
-            for parameter in self.model.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+            _with_zero_gradients(p for p in self.model.parameters() if p.grad is None)
         return untrained
 
     def update(self) -> None:
@@ -186,32 +181,29 @@ class Prepared:
 
 @contextmanager
 def prepared(
-    traced: TracedModel, parallelism: Parallelism, mesh: DeviceMesh, step: StepConfig, without_grad: frozenset[str]
+    traced: TracedModel, parallelism: Parallelism, step: StepConfig, without_grad: frozenset[str]
 ) -> Iterator[Prepared]:
     """Parallelize a model on the meta device, and allocate it with its optimizer on fake tensors."""
     # The structure of ``parallelism``, resolved for the full model, is replaced by the traced model's. Parameters that
     # match ``without_grad`` are known to get no gradient, and so no optimizer state.
     model, structure = traced.model, traced.structure
+    mesh = cast("DeviceMesh", parallelism.setup.meshes.root)  # of a mesh with all axes
     vocabulary = vocabulary_size(model, structure.embedding)
     parallelism.on(model, structure).apply(model)
-    replicated = _replicated(model)
+    names = set(describe_parallelism(model).replicated)
+    replicated = _sizes({name: parameter for name, parameter in model.named_parameters() if name in names})
     fakes, host = fake_tensors_without_data(), uncounted_copies()
     with fakes, rl_logprobs_on_accelerator() as tile_multiplicity, host as on_host:
         _allocate(model)
         inputs = _inputs(model, mesh, step)
         make, _ = OPTIMIZERS[step.optimizer]
         optimizer = None if make is None else _LocalOptimizer(make, model, without_grad, step.optimizer in ON_HOST)
-        recorder = Recorder(
-            ModuleTracker(model),
-            tile_multiplicity,
-            compiled=structure.decoder if step.compiled else (),
-            attention=step.attention_kernels,
-        )
+        compiled = structure.decoder if step.compiled else ()
+        recorder = Recorder(model, tile_multiplicity, compiled=compiled, attention=step.attention_kernels)
         recorder.register(model.parameters(), "parameters")
         recorder.register(model.buffers(), "buffers")
         recorder.register(inputs.values(), "inputs")
-        sizes = WORKSPACES if "cublas" in step.constants else ()
-        workspaces = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        workspaces = [torch.empty(size, dtype=torch.uint8) for size in WORKSPACES if "cublas" in step.constants]
         recorder.register(workspaces, "workspaces")
         if optimizer is not None:
             recorder.register(optimizer.state_tensors(), "optimizer_state")
@@ -229,32 +221,18 @@ def _allocate(model: nn.Module) -> None:
         setattr(module, name, allocated.setdefault(parameter, module.get_parameter(name)))
 
 
-def _accumulated_gradients(model: nn.Module, without_grad: frozenset[str]) -> list[Tensor]:
-    """Give parameters the gradients of earlier micro-batches, and return these gradients."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and wildcard(name) not in without_grad:
+def _with_zero_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Give trainable parameters gradients, and return these."""
+    gradients = []
+    for parameter in parameters:
+        if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _untrained(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return number and local bytes of trainable parameters without gradients, by name patterns without gradients."""
-    # A vision tower is such a part: the step has no images.
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    trained = {wildcard(name) for name, parameter in trainable.items() if parameter.grad is not None}
-    return _sizes({name: parameter for name, parameter in trainable.items() if wildcard(name) not in trained})
+            gradients.append(parameter.grad)
+    return gradients
 
 
 def _sizes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return number and bytes of parameters on this rank, by name pattern."""
     return add_up((wildcard(name), (1, local_tensor(each).nbytes)) for name, each in parameters.items())
-
-
-def _replicated(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return number and bytes of the parameters that are replicated over all axes, by name pattern."""
-    parameters = dict(model.named_parameters())
-    # Aliases of tied parameters are listed too.
-    return _sizes({name: parameters[name] for name in describe_parallelism(model).replicated if name in parameters})
 
 
 def _inputs(model: nn.Module, mesh: DeviceMesh, step: StepConfig) -> dict[str, Tensor]:
@@ -277,13 +255,7 @@ class _LocalOptimizer:
     # It allocates the same as on DTensors: their operators work on the shards one by one. The
     # search for a sharding of every list of DTensors, a third of the time of a trace, is left out.
 
-    def __init__(
-        self,
-        make: Callable[[list[Any]], torch.optim.Optimizer],
-        model: nn.Module,
-        without_grad: frozenset[str],
-        has_masters: bool,
-    ) -> None:
+    def __init__(self, make: MakeOptimizer, model: nn.Module, without_grad: frozenset[str], has_masters: bool) -> None:
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
         self._masters: list[Tensor] = []
         groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # a foreach call takes tensors of one mesh
@@ -300,13 +272,11 @@ class _LocalOptimizer:
         self._optimizer.zero_grad()
 
     def step(self) -> None:
-        """Take a step with the gradients of the model's parameters."""
         for parameter, shard in self._shards.items():
             shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
         self._optimizer.step()
 
     def state_tensors(self) -> list[Tensor]:
-        """Return the tensors of the state."""
         states = self._optimizer.state.values()
         return [*self._masters, *(v for state in states for v in state.values() if isinstance(v, Tensor))]
 

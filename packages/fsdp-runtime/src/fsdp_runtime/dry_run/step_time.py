@@ -73,9 +73,11 @@ def step_time(estimate: Estimate, hardware: str | Hardware) -> StepTime:
             )
         hardware = HARDWARE[hardware]
     settings, kinds = estimate.settings, estimate.flops_by_kind
-    attention = kinds.get("attention", 0) / 2  # the masked half of a causal one
-    products = sum(kinds.values()) - kinds.get("attention", 0) - kinds.get("float8", 0)
-    matmul = products / hardware.flops + _float8_seconds(kinds.get("float8", 0), hardware)
+    attention, float8 = kinds.get("attention", 0) / 2, kinds.get("float8", 0)  # without the half that is masked
+    products = sum(kinds.values()) - kinds.get("attention", 0) - float8
+    if float8 and hardware.float8_flops is None:
+        raise EstimateError(f"{hardware} has no rate of float8 products: give Hardware(float8_flops=...), or no Float8")
+    matmul = products / hardware.flops + float8 / (hardware.float8_flops or hardware.flops)
     sent = {axis: nbytes for axis, nbytes in bytes_sent_by_axis(estimate.traffic).items() if nbytes}
     links = {axis: nbytes / _bandwidth(estimate, axis, hardware) for axis, nbytes in sent.items()}
     moved = 0.0 if settings.compiled else estimate.bytes_moved / hardware.memory_bandwidth
@@ -101,12 +103,6 @@ def step_time(estimate: Estimate, hardware: str | Hardware) -> StepTime:
         traffic={axis: seconds * passes for axis, seconds in links.items()},
         tokens_per_second=tokens / expected if expected else 0.0,
     )
-
-
-def _float8_seconds(operations: int, hardware: Hardware) -> float:
-    if operations and hardware.float8_flops is None:
-        raise EstimateError(f"{hardware} has no rate of float8 products: give Hardware(float8_flops=...), or no Float8")
-    return operations / (hardware.float8_flops or hardware.flops)
 
 
 def _bandwidth(estimate: Estimate, axis: str, hardware: Hardware) -> float:

@@ -42,10 +42,10 @@ class Candidate:
     @property
     def label(self) -> str:
         """The mesh and the enabled options, such as ``"dp_shard=32 tp=8, SP, block"``."""
-        sequence_parallel = ["SP"] if self.sequence_parallel else []
-        mode = [self.activation_checkpointing] if self.activation_checkpointing != "none" else []
-        way = [self.context_parallel] if self.context_parallel != "allgather" else []
-        return ", ".join([format_mesh(self.axes), *sequence_parallel, *way, *mode])
+        options = ["SP"] if self.sequence_parallel else []
+        options += [self.context_parallel] if self.context_parallel != "allgather" else []
+        options += [self.activation_checkpointing] if self.activation_checkpointing != "none" else []
+        return ", ".join([format_mesh(self.axes), *options])
 
     def with_estimate(
         self, estimate: Estimate, *, device_flops: float | None, hardware: str | None = None

@@ -242,19 +242,14 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings, with the computed totals."""
-        result = asdict(self)
-        result["memory"]["peak"] = asdict(self.memory.peak)
+        result, memory = asdict(self), self.memory
+        result["memory"]["peak"] = asdict(memory.peak)
         for peak in (*result["memory"]["phases"], result["memory"]["peak"]):
             peak["total"] = sum(peak["nbytes"].values())
-        result["memory"]["fragmentation"] = self.memory.fragmentation
-        result["memory"]["device"] = self.memory.device
+        result["memory"] |= {"fragmentation": memory.fragmentation, "device": memory.device}
         result["settings"]["exact"] = self.settings.exact
-        return {
-            "format": FORMAT,
-            **result,
-            "fits": self.fits,
-            "communication_seconds": self.communication_seconds,
-        }
+        totals = {"fits": self.fits, "communication_seconds": self.communication_seconds}
+        return {"format": FORMAT, **result, **totals}
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return :meth:`to_dict` as JSON."""

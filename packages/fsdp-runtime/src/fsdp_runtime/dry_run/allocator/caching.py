@@ -10,7 +10,6 @@ which grows at its end and in its holes.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 MIN_BLOCK = 512
@@ -51,24 +50,20 @@ class MemoryBlock:
     after: MemoryBlock | None = None
 
 
+@dataclass(eq=False, slots=True)
 class _Blocks:
-    """Blocks by address, and in an order: best fit, or addresses."""
+    """Blocks by address, and in the order of best fit."""
 
-    def __init__(self, *, by_size: bool) -> None:
-        self._by_size = by_size
-        self.keys: list[tuple[int, int]] = []  # of the order; an address comes last
-        self.at: dict[int, MemoryBlock] = {}
+    at: dict[int, MemoryBlock] = field(default_factory=dict)
+    keys: list[tuple[int, int]] = field(default_factory=list)  # sizes and addresses
 
     def add(self, block: MemoryBlock) -> None:
-        insort(self.keys, self._key(block))
+        insort(self.keys, (block.size, block.address))
         self.at[block.address] = block
 
     def remove(self, block: MemoryBlock) -> None:
-        del self.keys[bisect_left(self.keys, self._key(block))]
+        del self.keys[bisect_left(self.keys, (block.size, block.address))]
         del self.at[block.address]
-
-    def _key(self, block: MemoryBlock) -> tuple[int, int]:
-        return block.size if self._by_size else 0, block.address
 
 
 @dataclass(eq=False, slots=True)
@@ -76,8 +71,8 @@ class _Pool:
     """The free blocks of one stream and kind of size, and the holes of its expandable segment."""
 
     small: bool
-    free: _Blocks = field(default_factory=lambda: _Blocks(by_size=True))
-    holes: _Blocks = field(default_factory=lambda: _Blocks(by_size=False))
+    free: _Blocks = field(default_factory=_Blocks)
+    holes: _Blocks = field(default_factory=_Blocks)
 
 
 class CachingAllocator:
@@ -97,8 +92,15 @@ class CachingAllocator:
         pool = self._pools.setdefault((stream, size <= SMALL_SIZE), _Pool(size <= SMALL_SIZE))
         block = self._best_fit(pool, size)
         if block is None:
-            self._collect_garbage(segment_size(size))
-            block = self._reserve(pool, size)
+            segment = segment_size(size)
+            self._collect_garbage(segment)
+            reserve = self._grow if self.settings.expandable_segments else self._new_segment
+            block = reserve(pool, segment)
+            if block is None:
+                self.release_cached()
+                block = reserve(pool, segment)
+            if block is None:
+                raise OutOfDeviceMemoryError
         self._split(block, size)
         block.used = True
         return block
@@ -140,18 +142,6 @@ class CachingAllocator:
         free.remove(block)
         return block
 
-    def _reserve(self, pool: _Pool, size: int) -> MemoryBlock:
-        """Return a free block of new memory, which is not in the pool's list."""
-        wanted = segment_size(size)
-        reserve = self._grow if self.settings.expandable_segments else self._new_segment
-        block = reserve(pool, wanted)
-        if block is None:
-            self.release_cached()
-            block = reserve(pool, wanted)
-        if block is None:
-            raise OutOfDeviceMemoryError
-        return block
-
     def _new_segment(self, pool: _Pool, size: int) -> MemoryBlock | None:
         if not self._take(size):
             return None
@@ -161,19 +151,17 @@ class CachingAllocator:
 
     def _grow(self, pool: _Pool, size: int) -> MemoryBlock | None:
         """Map memory of an expandable segment: into its first hole with enough room, from the free block before it."""
-        block = next(self._with_room(pool, size), None)
+        block = self._with_room(pool, size)
         if block is None:
-            hole = MemoryBlock(self._next_address, _ADDRESS_SPACE, pool, mapped=False)
+            block = MemoryBlock(self._next_address, _ADDRESS_SPACE, pool, mapped=False)
             self._next_address += 2 * _ADDRESS_SPACE
-            pool.holes.add(hole)
-            block = hole
+            pool.holes.add(block)
         if block.mapped:
             pool.free.remove(block)
         else:
-            mapped = self._map(block, min(block.size, size))
-            if mapped is None:
+            block = self._map(block, min(block.size, size))
+            if block is None:
                 return None
-            block = mapped
         while block.size < size:
             assert block.after is not None  # noqa: S101  # _with_room
             added = self._map(block.after, min(size - block.size, block.after.size))
@@ -183,9 +171,8 @@ class CachingAllocator:
             block = self._merge(block, added)
         return block
 
-    def _with_room(self, pool: _Pool, size: int) -> Iterator[MemoryBlock]:
-        for _, address in pool.holes.keys:
-            first = pool.holes.at[address]
+    def _with_room(self, pool: _Pool, size: int) -> MemoryBlock | None:
+        for _, first in sorted(pool.holes.at.items()):
             if first.before is not None and not first.before.used:
                 first = first.before
             room: int = 0
@@ -194,7 +181,8 @@ class CachingAllocator:
                 room += block.size
                 block = block.after
             if room >= size:
-                yield first
+                return first
+        return None
 
     def _map(self, hole: MemoryBlock, size: int) -> MemoryBlock | None:
         """Give memory to the beginning of a hole, in whole pages; return it, merged with free memory after it."""
@@ -235,7 +223,6 @@ class CachingAllocator:
             self.reserved -= block.size
 
     def _unmap(self, block: MemoryBlock) -> None:
-        """Take the whole pages of a free block away."""
         page = SMALL_SEGMENT if block.pool.small else LARGE_SEGMENT
         start = -(-block.address // page) * page
         end = (block.address + block.size) // page * page
@@ -271,7 +258,6 @@ class CachingAllocator:
         return block
 
     def _merge(self, one: MemoryBlock, other: MemoryBlock) -> MemoryBlock:
-        """Return two neighbours as one block."""
         first, last = (one, other) if one.address < other.address else (other, one)
         first.size += last.size
         first.after = last.after

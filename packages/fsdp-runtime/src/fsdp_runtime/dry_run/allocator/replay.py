@@ -11,7 +11,7 @@ the same in every group; a free in one group of a storage of a neighbour refers 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -97,8 +97,6 @@ def _sizes(tape: Tape) -> dict[tuple[str, str], Counter[int]]:
 
 
 class _Replay:
-    """A run of several steps."""
-
     def __init__(
         self,
         entries: Sequence[TapeEntry],
@@ -191,22 +189,16 @@ class _Expansion:
     def entries(self) -> list[TapeEntry]:
         expanded: list[TapeEntry] = []
         for (group, phase), run in groupby(self._tape, lambda each: (self._group_of(each.region), each.phase)):
-            entries = list(run)
-            if group != self._inner:
-                expanded += self._outside(entries, group)
+            entries, copies = list(run), range(self._added + 1)
+            if group == self._inner:
+                for copy in copies if phase in ("forward", "loss") else reversed(copies):
+                    expanded += (entry._replace(storage=self._name(entry.storage, group, copy)) for entry in entries)
                 continue
-            copies = range(self._added + 1)
-            for copy in copies if phase in ("forward", "loss") else reversed(copies):
-                expanded += (entry._replace(storage=self._name(entry.storage, group, copy)) for entry in entries)
+            for entry in entries:
+                frees_all = group is None and entry.delta < 0 and self._is_copied(entry.storage)
+                names = (self._name(entry.storage, group, copy) for copy in (copies if frees_all else (0,)))
+                expanded += (entry._replace(storage=name) for name in names)
         return expanded
-
-    def _outside(self, entries: Iterable[TapeEntry], group: int | None) -> Iterable[TapeEntry]:
-        for entry in entries:
-            if group is None and entry.delta < 0 and self._is_copied(entry.storage):
-                for copy in range(self._added + 1):
-                    yield entry._replace(storage=(entry.storage, copy))
-                continue
-            yield entry._replace(storage=self._name(entry.storage, group, 0))
 
     def _is_copied(self, storage: Hashable) -> bool:
         return storage in self._places and self._places[storage][0] == self._inner
@@ -214,7 +206,7 @@ class _Expansion:
     def _name(self, storage: Hashable, group: int | None, copy: int) -> Hashable:
         """Return the name of a storage that a copy of a group refers to."""
         if storage not in self._places or group is None:
-            return (storage, 0) if self._is_copied(storage) else storage
+            return (storage, copy) if self._is_copied(storage) else storage
         own, key = self._places[storage]
         position = own + (copy if group <= self._inner else self._added)
         if position < self._inner:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
 from fsdp_runtime.dry_run.report.format import binary_scale, format_bytes
-from fsdp_runtime.dry_run.report.sections import sizes_by_name
+from fsdp_runtime.dry_run.report.sections import points_of, sizes_by_name
 from fsdp_runtime.dry_run.sweep_types import Sweep
 from fsdp_runtime.dry_run.types import Estimate, Memory, bytes_sent_by_axis, totals_by_axis
 from fsdp_runtime.errors import BackendError
@@ -66,47 +66,33 @@ def chart_picture(result: Estimate | Sweep, kind: str) -> bytes:
 
 def charts_of(result: Estimate | Sweep) -> list[Chart]:
     """Return the charts of an estimate or of a sweep, as data."""
-    return _charts_of_sweep(result) if isinstance(result, Sweep) else _charts_of_estimate(result)
-
-
-def _charts_of_estimate(estimate: Estimate) -> list[Chart]:
-    memory = estimate.memory
-    points = [
-        ("between steps", memory.resident),
-        ("after forward", memory.after_forward),
-        ("after backward", memory.after_backward),
-        *((f"peak in {peak.phase}", peak.nbytes) for peak in memory.phases),
-    ]
-    bars = [
-        *((label, {**sizes_by_name(nbytes), _BESIDES: 0}) for label, nbytes in points),
-        ("device memory", _taken(memory)),
-    ]
+    if isinstance(result, Sweep):
+        return _charts_of_sweep(result)
+    memory = result.memory
+    points = points_of(memory) | {f"peak in {peak.phase}": peak.nbytes for peak in memory.phases}
+    bars = {label: {**sizes_by_name(nbytes), _BESIDES: 0} for label, nbytes in points.items()}
     sent: dict[str, dict[str, int]] = {}
-    for total in totals_by_axis(estimate.traffic):
+    for total in totals_by_axis(result.traffic):
         sent.setdefault(total.axis, {})[total.kind] = total.bytes_sent
     return [
-        _memory_chart("Memory of a rank over a step", bars, estimate),
-        *_traffic_chart("Bytes that a rank sends per step, by axis", sent.items()),
+        _memory_chart("Memory of a rank over a step", bars | {"device memory": _taken(memory)}, result),
+        *_traffic_chart("Bytes that a rank sends per step, by axis", sent),
     ]
 
 
 def _charts_of_sweep(sweep: Sweep) -> list[Chart]:
-    drawn = [
-        (f"{position}: {candidate.label}", candidate, candidate.estimate)
-        for position, candidate in enumerate(sweep.estimated[:MAX_BARS], start=1)
-        if candidate.estimate is not None
-    ]
-    if not drawn:
+    taken, sent = dict[str, dict[str, int]](), dict[str, dict[str, int]]()
+    for position, candidate in enumerate(sweep.estimated[:MAX_BARS], start=1):
+        if (estimate := candidate.estimate) is not None:
+            label, traffic = f"{position}: {candidate.label}", bytes_sent_by_axis(estimate.traffic)
+            taken[label] = _taken(estimate.memory)
+            sent[label] = {axis: round(size * 1e6 / candidate.tokens) for axis, size in traffic.items()}
+    if not taken:
         return []
     every = len(sweep.estimated)
-    shown = f" (the best {len(drawn)} of {every} candidates)" if len(drawn) < every else ""
-    taken = [(label, _taken(estimate.memory)) for label, _, estimate in drawn]
-    sent = [
-        (label, {axis: round(size * 1e6 / each.tokens) for axis, size in bytes_sent_by_axis(estimate.traffic).items()})
-        for label, each, estimate in drawn
-    ]
+    shown = f" (the best {len(taken)} of {every} candidates)" if len(taken) < every else ""
     return [
-        _memory_chart(f"Device memory of a rank{shown}", taken, drawn[0][2]),
+        _memory_chart(f"Device memory of a rank{shown}", taken, sweep.estimated[0].estimate),
         *_traffic_chart(f"Bytes that a rank sends per million tokens, by axis{shown}", sent),
     ]
 
@@ -116,14 +102,14 @@ def _taken(memory: Memory) -> dict[str, int]:
     return {**sizes_by_name(memory.peak.nbytes), _BESIDES: memory.device - memory.peak.total}
 
 
-def _memory_chart(title: str, bars: Iterable[tuple[str, Mapping[str, int]]], estimate: Estimate) -> Chart:
-    return Chart(title=title, bars=tuple(bars), colours=_MEMORY, limit=estimate.device_memory)
+def _memory_chart(title: str, bars: Mapping[str, Mapping[str, int]], estimate: Estimate | None) -> Chart:
+    limit = None if estimate is None else estimate.device_memory
+    return Chart(title=title, bars=tuple(bars.items()), colours=_MEMORY, limit=limit)
 
 
-def _traffic_chart(title: str, sent: Iterable[tuple[str, Mapping[str, int]]]) -> list[Chart]:
-    bars = list(sent)
-    parts = list(dict.fromkeys(part for _, sizes in bars for part in sizes))
-    filled = tuple((label, {part: sizes.get(part, 0) for part in parts}) for label, sizes in bars)
+def _traffic_chart(title: str, sent: Mapping[str, Mapping[str, int]]) -> list[Chart]:
+    parts = list(dict.fromkeys(part for sizes in sent.values() for part in sizes))
+    filled = tuple((label, {part: sizes.get(part, 0) for part in parts}) for label, sizes in sent.items())
     return [Chart(title=title, bars=filled, colours=_TRAFFIC)] if parts else []
 
 

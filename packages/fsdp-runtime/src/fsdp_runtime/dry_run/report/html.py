@@ -68,7 +68,6 @@ def _estimate(estimate: Estimate, heading: str = "h2") -> Iterator[str]:
 
 
 def _picture(result: Estimate | Sweep) -> str:
-    """Return memory by category and traffic by axis as an image within the page."""
     if not charts_of(result):
         return ""
     try:
@@ -83,16 +82,13 @@ def _sections(sections: Iterable[Section], heading: str = "h2") -> Iterator[str]
         status = f' class="{section.status}"' if section.status else ""
         yield f"<{heading}{status}>{escape(section.heading)}</{heading}>"
         if section.rows:
-            yield from _table(section)
+            yield '<div class="wide"><table>'
+            for index, row in enumerate(section.rows):
+                tag = "td" if index else "th"
+                words, numbers = row[: section.left], row[section.left :]
+                cells = [f'<{tag} class="word">{escape(word)}</{tag}>' for word in words]
+                cells += [f"<{tag}>{escape(number)}</{tag}>" for number in numbers]
+                yield f"<tr>{''.join(cells)}</tr>"
+            yield "</table></div>"
         if section.lines:
             yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in section.lines)}</ul>"
-
-
-def _table(section: Section) -> Iterator[str]:
-    yield '<div class="wide"><table>'
-    for index, row in enumerate(section.rows):
-        tag = "td" if index else "th"
-        openings = [f'<{tag} class="word">' if column < section.left else f"<{tag}>" for column in range(len(row))]
-        cells = (f"{opening}{escape(cell)}</{tag}>" for opening, cell in zip(openings, row, strict=True))
-        yield f"<tr>{''.join(cells)}</tr>"
-    yield "</table></div>"

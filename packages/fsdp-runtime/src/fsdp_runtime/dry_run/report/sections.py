@@ -52,7 +52,8 @@ class Section:
 
 def estimate_sections(estimate: Estimate) -> list[Section]:
     """Return the sections of an estimate: settings, verdict, memory, traffic, work, replicated parameters, findings."""
-    sections = [
+    assumptions = [*map(assumption_line, estimate.assumptions)]
+    return [
         settings_section(estimate.settings),
         verdict_section(estimate),
         memory_section(estimate),
@@ -65,11 +66,8 @@ def estimate_sections(estimate: Estimate) -> list[Section]:
             lines=[f"{item.pattern} ({item.count}, {format_bytes(item.nbytes)})" for item in estimate.replicated],
         ),
         Section(heading="Findings of the plan check", lines=estimate.findings or ("none",)),
+        *([Section(heading="Assumptions", lines=assumptions)] if assumptions else []),
     ]
-    if estimate.assumptions:
-        lines = [*map(assumption_line, estimate.assumptions)]
-        sections.append(Section(heading="Assumptions", lines=lines))
-    return sections
 
 
 def sweep_sections(sweep: Sweep, *, shown: int | None = None) -> list[Section]:
@@ -133,13 +131,9 @@ def verdict_section(estimate: Estimate) -> Section:
 def memory_section(estimate: Estimate) -> Section:
     """Return bytes by category at four points of the step, and the location of the peak."""
     memory = estimate.memory
-    points = {
-        "between steps": memory.resident,
-        "after forward": memory.after_forward,
-        "after backward": memory.after_backward,
-        "at the peak": memory.peak.nbytes,
-        **({"on the host": memory.host} if memory.host.total else {}),
-    }
+    points = {**points_of(memory), "at the peak": memory.peak.nbytes}
+    if memory.host.total:
+        points["on the host"] = memory.host
     rows = [["", *points]]
     named = [sizes_by_name(point) for point in points.values()]
     for name in CATEGORY_NAMES.values():
@@ -152,6 +146,12 @@ def memory_section(estimate: Estimate) -> Section:
     peak = f"peak: {memory.peak.phase}{where} ({memory.peak.operator})"
     lines = [peak, f"peak of each phase: {phases}", *_device_lines(memory)]
     return Section(heading="Memory of this rank", rows=rows, lines=lines)
+
+
+def points_of(memory: Memory) -> dict[str, MemoryBreakdown]:
+    """Return live bytes at three points of a step, by the label of the point."""
+    live = (memory.resident, memory.after_forward, memory.after_backward)
+    return dict(zip(("between steps", "after forward", "after backward"), live, strict=True))
 
 
 def sizes_by_name(nbytes: MemoryBreakdown) -> dict[str, int]:
@@ -268,7 +268,10 @@ def text_lines(sections: Iterable[Section]) -> Iterator[str]:
         if index:
             yield ""
         if section.rows:
-            yield from _table(section)
+            header, *lines = aligned(section.rows, left=section.left)
+            yield colorize("head", section.heading)
+            yield f"  {colorize('head', header)}"
+            yield from (f"  {line}" for line in lines)
         else:
             yield colorize(_COLOURS[section.status], section.heading)
         yield from (f"  {line}" for line in section.lines)
@@ -284,13 +287,6 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def _table(section: Section) -> Iterator[str]:
-    header, *lines = aligned(section.rows, left=section.left)
-    yield colorize("head", section.heading)
-    yield f"  {colorize('head', header)}"
-    yield from (f"  {line}" for line in lines)
 
 
 def markdown_lines(sections: Iterable[Section]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
 from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo, Stream, with_fused_storages
 from fsdp_runtime.dry_run.types import PHASES, Assumption, MemoryBreakdown, Peak, Phase, plus
+from fsdp_runtime.mesh.collectives import CollectiveCall
 from tp_plans.model_tree import is_at_or_below
 
 Key = TypeVar("Key", bound=Hashable)
@@ -77,32 +78,30 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
     categories = storage_categories(recording, blocks, vocabulary)
     regions = regions_of(recording.events, blocks)
     peaks, before, ends = _replay(recording, categories, regions)
+    operators = (event.operator for event in recording.events)
+    places = [*zip(regions, operators, strict=True), (None, "")]  # the last is event -1, before the step
+    kinds = [*zip((info.stream for info in recording.storages), categories, strict=True)]
     assumptions = (replace(each, module=wildcard(each.module)) for each in recording.assumptions)
     return Summary(
         blocks=len(blocks),
         regions=peaks,
         before=before,
         ends=ends,
-        traffic=add_up(
-            ((phase, call.kind, call.ranks), (1, call.nbytes, call.bytes_sent)) for phase, call in recording.collectives
-        ),
+        traffic=traffic_of(recording.collectives),
         flops=recording.flops,
         bytes_moved=recording.bytes_moved,
         assumptions=tuple(dict.fromkeys(assumptions)),
-        tape=_tape(recording, categories, regions),
+        tape=[
+            TapeEntry(each.storage, each.delta, *places[each.event], *kinds[each.storage])
+            for each in recording.allocations
+            if each.delta
+        ],
     )
 
 
-def _tape(recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]) -> Tape:
-    operators = (event.operator for event in recording.events)
-    places = [*zip(regions, operators, strict=True), (None, "")]  # the last is event -1, before the step
-    streams = (info.stream for info in recording.storages)
-    kinds = [*zip(streams, categories, strict=True)]
-    return [
-        TapeEntry(each.storage, each.delta, *places[each.event], *kinds[each.storage])
-        for each in recording.allocations
-        if each.delta
-    ]
+def traffic_of(calls: Iterable[tuple[Phase, CollectiveCall]]) -> dict[CallKey, tuple[int, ...]]:
+    """Return number, bytes of inputs and bytes sent of calls by phase, kind and ranks."""
+    return add_up(((phase, call.kind, call.ranks), (1, call.nbytes, call.bytes_sent)) for phase, call in calls)
 
 
 def add_up(items: Iterable[tuple[Key, tuple[int, ...]]]) -> dict[Key, tuple[int, ...]]:
@@ -120,20 +119,19 @@ def wildcard(path: str) -> str:
 
 
 def storage_categories(recording: Recording, blocks: Sequence[str], vocabulary: set[int]) -> list[str]:
-    """Return the category of every storage."""
-    return [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
+    """Return the category of every storage: the registered category, else by its shape and lifetime."""
 
+    def category(info: StorageInfo) -> str:
+        if info.category is not None:
+            return info.category
+        event = recording.events[info.created_at]
+        if info.last_dim in vocabulary and _block_of(event.module, blocks) is None and event.phase != "optimizer":
+            return "logits"
+        if event.phase in ("forward", "loss") and info.outlives_forward:
+            return "activations"
+        return "temporaries"
 
-def _category(info: StorageInfo, events: Sequence[OpEvent], blocks: Sequence[str], vocabulary: set[int]) -> str:
-    """Return the category of a storage: the registered category, else by its shape and lifetime."""
-    if info.category is not None:
-        return info.category
-    event = events[info.created_at]
-    if info.last_dim in vocabulary and _block_of(event.module, blocks) is None and event.phase != "optimizer":
-        return "logits"
-    if event.phase in ("forward", "loss") and info.outlives_forward:
-        return "activations"
-    return "temporaries"
+    return [category(info) for info in recording.storages]
 
 
 def _replay(

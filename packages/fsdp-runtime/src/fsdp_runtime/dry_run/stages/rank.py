@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime import unsharded
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.dry_run.losses import Forward, resolve_loss
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
-from fsdp_runtime.dry_run.scale.summary import CallKey, add_up, storage_categories
+from fsdp_runtime.dry_run.scale.summary import CallKey, storage_categories, traffic_of
 from fsdp_runtime.dry_run.step import Prepared, StepConfig, prepared
 from fsdp_runtime.dry_run.trace.recorder import Lap, Recording, with_fused_storages
 from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown, Peak, plus
@@ -72,21 +71,17 @@ def costs_of(
     before, costs = MemoryBreakdown(**live), list[Cost]()
     previous, position = Lap("forward", first, 0, {}, 0), 0
     for count in actions:
-        start, peaks = MemoryBreakdown(**live), list[tuple[Peak, int]]()
-        for lap in laps[position : position + count]:
-            begin = peaks[-1][1] if peaks else previous.allocations
-            peaks.append((_peak(recording, names, live, start, begin, lap), lap.allocations))
-        end = laps[position + count - 1]
+        start, begin, peaks = MemoryBreakdown(**live), previous.allocations, list[Peak]()
+        for end in laps[position : position + count]:
+            peaks.append(_peak(recording, names, live, start, begin, end))
+            begin = end.allocations
         costs.append(
             Cost(
                 kept=plus(MemoryBreakdown(**live), start, -1),
-                peaks=tuple(peak for peak, _ in peaks),
+                peaks=tuple(peaks),
                 flops={kind: n - previous.flops.get(kind, 0) for kind, n in end.flops.items()},
                 bytes_moved=end.bytes_moved - previous.bytes_moved,
-                traffic=add_up(
-                    ((phase, call.kind, call.ranks), (1, call.nbytes, call.bytes_sent))
-                    for phase, call in recording.collectives[previous.collectives : end.collectives]
-                ),
+                traffic=traffic_of(recording.collectives[previous.collectives : end.collectives]),
             )
         )
         previous, position = end, position + count
@@ -138,12 +133,12 @@ def _on_rank(parallelism: Parallelism, **fields: Any) -> tuple[Parallelism, Stag
     return replace(parallelism, steps=steps), staged
 
 
-def sent_shapes(full: TracedModel, parallelism: Parallelism, mesh: DeviceMesh, step: StepConfig) -> Shapes:
+def sent_shapes(full: TracedModel, parallelism: Parallelism, step: StepConfig) -> Shapes:
     """Return the tensors between stages, from a forward in which one rank has all stages."""
     count = len(staged_of(parallelism).ranks)
     alone, staged = _on_rank(parallelism, ranks=(0,) * count, rank=0, shared={})
     shapes: list[tuple[Sent, ...]] = []
-    with prepared(full.copy(), alone, mesh, replace(step, optimizer="none"), frozenset()) as run, torch.no_grad():
+    with prepared(full.copy(), alone, replace(step, optimizer="none"), frozenset()) as run, torch.no_grad():
         for stage in range(count - 1):
             buffers = _buffers(shapes[stage - 1]) if stage else ()
             with run.recorder.phase("forward"):
@@ -155,7 +150,6 @@ def sent_shapes(full: TracedModel, parallelism: Parallelism, mesh: DeviceMesh, s
 def trace_rank(
     traced: TracedModel,
     parallelism: Parallelism,
-    mesh: DeviceMesh,
     step: StepConfig,
     without_grad: frozenset[str],
     *,
@@ -166,7 +160,7 @@ def trace_rank(
     parallelism, staged = _on_rank(parallelism, rank=rank)
     splits = staged.schedules.splits_backward
     rounds = ("FIW", "FIW", "FB") if splits else ("FB", "FB")
-    with prepared(traced, parallelism, mesh, step, without_grad) as run:
+    with prepared(traced, parallelism, step, without_grad) as run:
         record = _Record(run, staged, shapes, resolve_loss(step.logprobs, traced.structure.lm_head), len(rounds))
         untrained = record.all(rounds)
         before, costs = costs_of(run.recorder.recording, traced.structure.decoder, run.widths, record.laps)
@@ -200,13 +194,10 @@ def _with_levels(names: Sequence[Action], costs: Sequence[Cost]) -> Iterator[Cos
     for (_, kind), cost in zip(names, costs, strict=False):
         before = MemoryBreakdown(gathered=level if kind == "F" else 0)
         level += cost.kept.gathered
-        peaks = tuple(replace(peak, nbytes=plus(peak.nbytes, before)) for peak in cost.peaks)
-        yield replace(cost, kept=plus(cost.kept, before), peaks=peaks)
+        yield cost.raised(before)
 
 
 class _Record:
-    """The recorded actions of a rank."""
-
     def __init__(self, run: Prepared, staged: StagedModel, shapes: Shapes, loss: Forward, batches: int) -> None:
         self.run, self.staged, self.shapes, self.loss = run, staged, shapes, loss
         self.names: list[Action] = []

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import count, permutations
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
@@ -23,7 +22,6 @@ from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.shapes import Sent
 
-Traffic = dict[CallKey, tuple[int, ...]]
 #: Computations by torch's name; its other actions are communication.
 _KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
@@ -49,7 +47,7 @@ def rank_kinds(full: TracedModel, staged: StagedModel, shapes: Shapes) -> list[A
 
 
 def replay(
-    traces: Sequence[RankTrace], staged: StagedModel, shapes: Shapes, mesh: DeviceMesh, blocks: int
+    traces: Sequence[RankTrace], staged: StagedModel, shapes: Shapes, blocks: int
 ) -> tuple[Summary, tuple[PipelineRank, ...]]:
     """Return the summary of the rank of ``pp`` with the highest peak, and a row of every rank."""
     order = actions_by_rank(staged)
@@ -76,16 +74,14 @@ def replay(
     worst = max(replays, key=lambda each: rows[each.rank].peak.total)
     group = tuple(dist.get_process_group_ranks(staged.mesh.get_group()))
     sends = [
-        ((phase, "send", group), (count, nbytes, nbytes))
-        for sender, _, phase, count, nbytes in messages
+        ((phase, "send", group), (calls, nbytes, nbytes))
+        for sender, _, phase, calls, nbytes in messages
         if sender == worst.rank
     ]
     return worst.summary(blocks, add_up(sends)), rows
 
 
 class _RankReplay:
-    """The live bytes of a rank over its actions."""
-
     def __init__(self, trace: RankTrace, staged: StagedModel, rank: int, actions: Sequence[Turn]) -> None:
         self.trace, self.rank = trace, rank
         self.places = {stage: place for place, stage in enumerate(staged.stages_of(rank))}
@@ -110,7 +106,6 @@ class _RankReplay:
             self._add(cost)
 
     def _run(self, actions: Sequence[Turn]) -> None:
-        """Add the actions of the schedule."""
         most, held = self.live, self.live.gathered
         started: set[Action] = set()
         gathered: set[int] = set()  # places with gathered weights since the last forward
@@ -132,7 +127,6 @@ class _RankReplay:
         self.ends["forward"] = most
 
     def cost(self, step: Turn, *, first: bool) -> Cost:
-        """Return the cost of an action."""
         costs = self.trace.first if first else self.trace.later
         return costs[self.places[step.stage], step.kind]
 
@@ -148,8 +142,7 @@ class _RankReplay:
         self.flops.update(cost.flops)
         self.bytes_moved += cost.bytes_moved
 
-    def summary(self, blocks: int, sends: Traffic) -> Summary:
-        """Return the totals of a step."""
+    def summary(self, blocks: int, sends: Mapping[CallKey, tuple[int, ...]]) -> Summary:
         trace = self.trace
         return Summary(
             blocks=blocks,
@@ -188,9 +181,9 @@ def _sizes(tensors: Iterable[Sent]) -> int:
 
 def actions_by_rank(staged: StagedModel) -> dict[int, list[Turn]]:
     """Return the actions of each rank of ``pp``, in the order in which torch's schedule runs them."""
-    step, count = staged.schedules, len(staged.ranks)
+    step, number = staged.schedules, len(staged.ranks)
     mine = staged.stages_of(staged.mesh.get_local_rank())
-    stages = [PipelineStage(nn.Identity(), s, count, torch.device("cpu"), group=staged.mesh.get_group()) for s in mine]
+    stages = [PipelineStage(nn.Identity(), s, number, torch.device("cpu"), group=staged.mesh.get_group()) for s in mine]
     kind = get_schedule_class(step.schedule)
     single = issubclass(kind, PipelineScheduleSingle)
     schedule: Any = kind(stages[0] if single else stages, step.microbatches, loss_fn=torch.sum, scale_grads=False)
@@ -202,12 +195,8 @@ def actions_by_rank(staged: StagedModel) -> dict[int, list[Turn]]:
 
 def _numbered(steps: Sequence[Turn]) -> list[Turn]:
     """Number the micro-batches in the order of their actions: torch 2.13 counts forwards of a last stage from 1."""
-    counts: Counter[str] = Counter()
-    numbered = []
-    for step in steps:
-        numbered.append(step._replace(batch=counts[step.kind]))
-        counts[step.kind] += 1
-    return numbered
+    batches: defaultdict[str, count[int]] = defaultdict(count)
+    return [step._replace(batch=next(batches[step.kind])) for step in steps]
 
 
 def _computations(actions: Sequence[Any]) -> Iterator[Turn]:
@@ -223,19 +212,15 @@ def _computations(actions: Sequence[Any]) -> Iterator[Turn]:
 def finish_times(order: Mapping[int, Sequence[Turn]], duration: Callable[[int, Turn], float]) -> dict[Turn, float]:
     """Return the time at which each action ends; a rank waits for tensors of other stages, and sends take no time."""
     ends: dict[Turn, float] = {}
-    clocks, position = dict.fromkeys(order, 0.0), dict.fromkeys(order, 0)
+    clocks, waiting = dict.fromkeys(order, 0.0), {rank: deque(steps) for rank, steps in order.items()}
     every = {step for steps in order.values() for step in steps}
     while len(ends) < len(every):
         known = len(ends)
-        for rank, steps in order.items():
-            while position[rank] < len(steps):
-                step = steps[position[rank]]
-                needed = _needed(step) & every
-                if not needed <= ends.keys():
-                    break
+        for rank, steps in waiting.items():
+            while steps and (needed := _needed(steps[0]) & every) <= ends.keys():
+                step = steps.popleft()
                 clocks[rank] = max([clocks[rank], *(ends[each] for each in needed)]) + duration(rank, step)
                 ends[step] = clocks[rank]
-                position[rank] += 1
         if len(ends) == known:
             raise EstimateError("the actions of the schedule wait for one another: use another schedule")
     return ends

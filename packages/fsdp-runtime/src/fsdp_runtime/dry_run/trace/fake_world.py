@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,28 +50,34 @@ def fake_tensors_without_data() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class UncountedCopies(host_copies.HostCopies):
+class _UncountedCopies(host_copies.HostCopies):
     """Copies to a host with enough memory; the trace sees the tensors that come back."""
 
     def __init__(self) -> None:
         self.held = host_copies.HeldBytes(checked=math.inf)
 
     def to_host(self, source: Tensor) -> Any:
-        """Return the sizes of a tensor."""
         return source.shape, source.dtype
 
     def to_device(self, host: Any) -> Tensor:
-        """Return a new tensor of the device."""
         shape, dtype = host
         return torch.empty(shape, dtype=dtype)
 
 
 @contextmanager
-def uncounted_copies() -> Iterator[UncountedCopies]:
+def uncounted_copies() -> Iterator[_UncountedCopies]:
     """Let ``ActivationCheckpointing(offload=True)`` copy nothing in a trace."""
-    copies, original = UncountedCopies(), host_copies.make_copies
-    host_copies.make_copies = lambda _device: copies
-    try:
+    copies = _UncountedCopies()
+    with replaced(host_copies, "make_copies", lambda _device: copies):
         yield copies
+
+
+@contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a function of a Python module be another one inside the ``with``."""
+    original = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
     finally:
-        host_copies.make_copies = original
+        setattr(owner, name, original)

@@ -42,14 +42,13 @@ class FusedStorage:
     @property
     def materialized(self) -> bool:
         """Whether the part in which it was made writes it."""
-        if (
+        return (
             self.kernel
             or self.read_by_kernel
             or self.kept_for_kernel
             or any(phase == self.part[0] for phase, _ in self.read_elsewhere)
-        ):
-            return True
-        return self.read_after > 0 and self.readers > 1
+            or (self.read_after > 0 and self.readers > 1)
+        )
 
     @property
     def recomputed(self) -> bool:

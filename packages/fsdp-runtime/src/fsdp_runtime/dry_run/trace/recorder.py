@@ -1,9 +1,9 @@
-"""Record the allocations, collectives and operations of a step, operator by operator."""
+"""Record the allocations, collectives and operations of a step, operator by operator, with the running modules."""
 
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,18 +11,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fsdp_runtime._torch_compat import (
     TorchDispatchMode,
+    autograd_position,
     data_dependent_errors,
     local_tensor,
     observe_storage_resizes,
+    running_backward_of,
     storage_key,
     tree_leaves,
 )
-from fsdp_runtime.dry_run.trace.data_dependent_ops import (
+from fsdp_runtime.dry_run.trace.assumed_values import (
     DATA_DEPENDENT,
     GROUPED_MM,
     assume_result,
@@ -30,14 +33,7 @@ from fsdp_runtime.dry_run.trace.data_dependent_ops import (
     remember_origin,
 )
 from fsdp_runtime.dry_run.trace.fusion import FusedStorage, Fusion
-from fsdp_runtime.dry_run.trace.kernels import (
-    AttentionKernels,
-    bytes_moved,
-    flops_of,
-    kind_of,
-    workspace_of,
-)
-from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
+from fsdp_runtime.dry_run.trace.kernels import AttentionKernels, bytes_moved, flops_of, kind_of, workspace_of
 from fsdp_runtime.dry_run.types import Assumption, Phase
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.mesh.collectives import CollectiveCall, collective_call
@@ -57,6 +53,8 @@ class UntraceableError(EstimateError):
         )
 
 
+#: Backward nodes of parameters have sequence numbers above every operator's.
+_NO_OPERATOR = 2**63
 _SUM = torch.ops.aten.add.Tensor
 
 Stream = Literal["compute", "gather", "reduce"]
@@ -122,7 +120,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        modules: ModuleTracker,
+        model: nn.Module,
         multiplicity: Callable[[], int],  # equal calls that the running operator represents
         *,
         compiled: Sequence[str],  # paths of compiled modules
@@ -133,7 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._attention = attention
         self.recording = Recording()
         self._multiplicity = multiplicity
-        self._modules = modules
+        self._modules = ModuleTracker(model)
         self._phase: Phase = "forward"
         self._live: dict[int, StorageInfo] = {}  # by storage key
         self._sum: tuple[int, int] | None = None  # the keys of a gradient and of its sum, by the last operator
@@ -179,7 +177,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) or kind.__module__.startswith("torchao.") for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        self._note_arguments(func, args)
+        if self._fusion is not None:
+            read = (self._live.get(storage_key(leaf)) for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            fused = [info.fused for info in read if info is not None and info.fused is not None]
+            self._fusion.note(func, self._phase, self._modules.current_path(), fused, len(self.recording.allocations))
         if (call := collective_call(func, args, kwargs)) is not None:
             self.recording.collectives.append((self._phase, call))
         if func in DATA_DEPENDENT:
@@ -191,34 +192,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func in GROUPED_MM and args[0].dtype != torch.bfloat16:
             result = grouped_mm(*args, **kwargs)
         else:
-            result = self._run(func, args, kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except data_dependent_errors() as error:
+                raise UntraceableError(str(func), self._modules.current_path()) from error
             remember_origin(func, args, result)
-        self._count(func, args, kwargs, result)
+        if flops := self._multiplicity() * flops_of(func, args, kwargs, result):
+            self.recording.flops[kind_of(func)] += flops
+        elif func.namespace == "aten" and self._phase not in ("clip", "optimizer"):
+            self.recording.bytes_moved += self._multiplicity() * bytes_moved(args, result)
         self._record_results(func, args, result)
         self._sum = None
         if func is _SUM and self._phase == "backward" and not self._modules.running_modules():
             self._sum = storage_key(args[0]), storage_key(result)
         return result
-
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Count operations, and bytes of operators without operations."""
-        if flops := self._multiplicity() * flops_of(func, args, kwargs, result):
-            self.recording.flops[kind_of(func)] += flops
-        elif func.namespace == "aten" and self._phase not in ("clip", "optimizer"):
-            self.recording.bytes_moved += self._multiplicity() * bytes_moved(args, result)
-
-    def _note_arguments(self, func: Any, args: Any) -> None:
-        """Note the readers of a compiled module's storages."""
-        if self._fusion is not None:
-            read = (self._live.get(storage_key(leaf)) for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            fused = [info.fused for info in read if info is not None and info.fused is not None]
-            self._fusion.note(func, self._phase, self._modules.current_path(), fused, len(self.recording.allocations))
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return func(*args, **kwargs)
-        except data_dependent_errors() as error:
-            raise UntraceableError(str(func), self._modules.current_path()) from error
 
     def _record_results(self, func: Any, args: Any, result: Any) -> None:
         event = None
@@ -349,3 +336,61 @@ def _sources(fused: FusedStorage) -> Iterator[FusedStorage]:
             waiting += source.sources
         else:
             yield source
+
+
+class ModuleTracker:
+    """Track running modules; backward is attributed by the sequence numbers that autograd assigns in forward."""
+
+    # ``torch.utils.module_tracker`` uses gradient hooks instead, which change the graph and extend lifetimes, so that
+    # memory would be counted wrongly.
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._modules = {path: module for module, path in self._paths.items()}
+        self._stack: list[str] = []
+        self._starts: list[int] = []
+        self._path_at_start: list[str] = []
+        self._last_backward = ""
+
+    @contextmanager
+    def track(self) -> Iterator[None]:
+        """Track modules that run inside."""
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def current_path(self) -> str:
+        """Return the path of the innermost module in forward or backward; ``""`` outside."""
+        if self._stack:
+            return self._stack[-1]
+        number = running_backward_of()
+        if number is None:
+            return ""
+        if number >= _NO_OPERATOR:
+            return self._last_backward
+        index = bisect_right(self._starts, number) - 1
+        self._last_backward = self._path_at_start[index] if index >= 0 else ""
+        return self._last_backward
+
+    def running_modules(self) -> Sequence[nn.Module]:
+        """Return the modules in forward, outermost first."""
+        return [self._modules[path] for path in self._stack]
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        path = self._paths.get(module)
+        self._stack.append(self._stack[-1] if path is None and self._stack else path or "")
+        self._note_start()
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._stack.pop()
+        self._note_start()
+
+    def _note_start(self) -> None:
+        self._starts.append(autograd_position())
+        self._path_at_start.append(self._stack[-1] if self._stack else "")
