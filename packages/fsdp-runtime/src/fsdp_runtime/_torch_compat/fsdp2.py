@@ -103,8 +103,8 @@ def gathered_units(root: FSDPModule) -> list[Any]:
 
 def has_gradient_hooks(root: FSDPModule) -> bool:
     """Return whether a shard of an initialized root has hooks of ``register_hook``."""
-    parameters = (parameter for _, group in _groups_below(root) for parameter in group.fsdp_params)
-    return any(parameter.sharded_param._backward_hooks for parameter in parameters)
+    shards = [parameter.sharded_param for _, group in _groups_below(root) for parameter in group.fsdp_params]
+    return bool([shard for shard in shards if shard._backward_hooks])
 
 
 def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
@@ -256,8 +256,15 @@ def write_gathered(parameter: Tensor, values: Tensor) -> None:
 
 
 def _groups_below(root: FSDPModule) -> list[tuple[Any, Any]]:
-    states: Any = root._get_fsdp_state()._state_ctx.all_states
-    return [(state, group) for state in states for group in _groups_of(state)]
+    """Return pairs of state and group below an initialized root, in a fast loop: every forward calls this."""
+    state: Any = root._get_fsdp_state()
+    pairs = []
+    for below in state._state_ctx.all_states:
+        groups = getattr(below, "_fsdp_param_groups", None)
+        pairs += [
+            (below, group) for group in ([below._fsdp_param_group] if groups is None else groups) if group is not None
+        ]
+    return pairs
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

@@ -47,6 +47,11 @@ def fingerprint(model: nn.Module) -> list[tuple[nn.Module, type, list[str]]]:
     return [(module, type(module), list(module._modules)) for module in modules_of(model)]
 
 
+def hooked_before(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model with hooks that run before their forward."""
+    return [module for module in modules_of(model) if module._forward_pre_hooks]
+
+
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
     """A module's own dict of its children: replacing a child there keeps the order."""
     return module._modules

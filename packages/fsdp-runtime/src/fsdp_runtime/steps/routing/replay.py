@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime._torch_compat import fingerprint, modules_of
+from fsdp_runtime._torch_compat import fingerprint, hooked_before
 from fsdp_runtime._transformers_compat.models import checkpointing_through
 from fsdp_runtime.errors import ModelError, RoutesError
 from fsdp_runtime.model.stages import stages_of, whole_entries, with_absent_tensors
@@ -186,7 +186,7 @@ class _Tokens:
     """This rank's tokens among the tokens of the full sequences; all tokens without context parallelism."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = next((module for module in modules_of(model) if under_context_parallelism(module)), None)
+        self.model = next((module for module in hooked_before(model) if under_context_parallelism(module)), None)
         self.attention: ContextAttention | None = None if self.model is None else attention_of(self.model)
         self.batch = self.length = 0
         self.stages = runtime_state(model).routers.stages
