@@ -40,9 +40,8 @@ def parallelize(
     below, or the step of ``fsdp_runtime.steps`` with all its options:
     ``context_parallel=ContextParallel("ring", load_balancer=None)``.
 
-    If ranks hold different values, all ranks take the first rank's values, as ``DistributedDataParallel`` does, and one
-    warning names these tensors.  The usual cause is a new head that each rank drew from its own seed.  Any of these
-    draws is good, so the call does not fail.  Ranks compare a digest per tensor, except for tensors on the meta device.
+    If ranks hold different values, such as a new head that each rank drew from its own seed, all ranks take the first
+    rank's values, as ``DistributedDataParallel`` does, and one warning names these tensors.
 
     Args:
         model: the model, on the meta device (call ``load_weights`` afterwards) or with data, the same on every rank.

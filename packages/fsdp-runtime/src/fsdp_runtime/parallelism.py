@@ -101,11 +101,7 @@ class Parallelism:
         )
 
     def apply(self, model: nn.Module) -> None:
-        """Apply the steps in order, in place, to the values of the mesh's first rank.
-
-        Args:
-            model: the model that was resolved.
-        """
+        """Apply the steps in order to the resolved model, in place, with the values of the mesh's first rank."""
         if self.has_values:
             take_first_values(model, self.groups)
         with first_rank_speaks(self.groups), carry_over_parameters(model):
@@ -129,20 +125,7 @@ class Parallelism:
 def resolve_parallelism(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Options]) -> Parallelism:
     """Check everything that :func:`parallelize` does to a model, and change nothing.
 
-    Apply the result with ``parallelism.apply(model)``.
-
-    Args:
-        model: the model, on the meta device or with data, the same on every rank.
-        mesh: from ``MeshSpec(...).build()`` or ``adopt_mesh(...)``, or any mesh with those axis names.
-        options: the keywords of ``parallelize``.
-
-    Returns:
-        The resolved parallelism.
-
-    Raises:
-        MeshError: the mesh has other axis names.
-        FsdpRuntimeError: see :func:`fsdp_runtime.parallelize`, which raises the same.
-        tp_plans.TpPlansError: no plan is known, or it does not fit the model.
+    Apply the result with ``parallelism.apply(model)``.  The arguments and the errors are :func:`parallelize`'s.
 
     Example:
         >>> from torch import nn

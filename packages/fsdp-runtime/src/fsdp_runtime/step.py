@@ -53,13 +53,7 @@ class Step(Generic[Checked]):
         """Change modules before tensor parallelism, which then shards the inputs and outputs of the changed modules."""
 
     def apply(self, model: nn.Module, setup: Setup, checked: Checked) -> None:
-        """Apply the step to a model, in place.
-
-        Args:
-            model: the model.
-            setup: the model's facts, the meshes and the decisions of all steps.
-            checked: the result of ``check``.
-        """
+        """Apply the step to a model, in place; ``checked`` is the result of ``check``."""
 
     def describe(self) -> str:
         """Return the step and its options in a line."""

@@ -66,12 +66,7 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
     """Return the wrapped, recomputing and compiled modules, and the sharding of each parameter.
 
     The description is read from the model, so it also covers models that other code parallelized.  No communication.
-
-    Args:
-        model: any model.
-
-    Returns:
-        The report; its ``str()`` is a summary of a few lines.
+    The ``str()`` of the report is a summary of a few lines.
 
     Example:
         >>> from torch import nn

@@ -21,13 +21,10 @@ _MAX_NAMED = 8
 
 @torch.no_grad()
 def assert_finite_gradients(model: nn.Module) -> None:
-    """Raise on every rank unless every gradient on every rank is finite.
+    """Raise on every rank unless every gradient of a plain or parallelized model is finite on every rank.
 
     Collective over the ranks of the model's mesh; call it after backward and before the optimizer's step.  One
     all-reduce of one number per mesh axis; the host waits for it.  Only a failure needs a second exchange.
-
-    Args:
-        model: plain or parallelized.
 
     Raises:
         GradientError: some elements are infinite or NaN; names the parameters, the numbers of elements and the ranks.

@@ -121,7 +121,6 @@ def _staged(value: Any) -> Any:
 
 
 def _call(name: str, writes: bool) -> Callable[..., dist.Work]:
-    """Return the method of a group that calls gloo's method of this name."""
 
     def method(group: _StagedGroup, *args: Any, **options: Any) -> dist.Work:
         staged = [_staged(argument) for argument in args]

@@ -151,9 +151,8 @@ def _attention(module: nn.Module, index: int, per_pair: int) -> AttentionFlops:
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or ()
     kind = kinds[index] if index < len(kinds) else None
-    window = getattr(module, "sliding_window", None) if hasattr(module, "sliding_window") else None
-    if window is None and kind in (None, "sliding_attention") and not hasattr(module, "sliding_window"):
-        window = getattr(config, "sliding_window", None)
+    of_config = getattr(config, "sliding_window", None) if kind in (None, "sliding_attention") else None
+    window = getattr(module, "sliding_window", of_config)
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
     causal = bool(getattr(module, "is_causal", True))
     return AttentionFlops(per_pair, causal, window if isinstance(window, int) else None, chunk)
