@@ -21,6 +21,7 @@ import rl_logprobs
 from fsdp_runtime import FSDP2, MeshSpec, ModelError, parallelize
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
+from harness.pairwise import pairwise_first
 from harness.ranks import RankPool
 
 Call = Callable[[Any, Tensor], Any]
@@ -364,8 +365,10 @@ PLACES = ("inside", "outside", "between forward and backward")
 
 def _cleared_between_micro_batches(by: str, dtype: torch.dtype | None, kept: bool) -> list[str]:
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=dtype)
-    plain = tiny_model("Qwen3ForCausalLM", num_hidden_layers=4)
-    model = _model(fsdp=FSDP2(mp_policy=policy))
+    plain = tiny_model("Qwen3ForCausalLM")
+    model = parallelize(
+        copy.deepcopy(plain), MeshSpec(dp_shard=2).build(device_type="cpu"), fsdp=FSDP2(mp_policy=policy)
+    )
     tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
     wrong = []
     for place in PLACES:
@@ -393,9 +396,9 @@ def _other_gradients(plain: Any, model: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["resharded", "kept"])
-@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("by", CLEAR)
+@pytest.mark.parametrize(
+    ("by", "dtype", "kept"), pairwise_first([*CLEAR], [None, torch.float32], [False, True]), ids=str
+)
 def test_cleared_gradients_that_are_not_reduced_are_dropped(
     two_ranks: RankPool, by: str, dtype: torch.dtype | None, kept: bool
 ) -> None:
