@@ -56,12 +56,11 @@ class _MeasuredSteps(transformers.TrainerCallback):
     """Run a ``StepMeter`` around the logged optimizer steps."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.open = ExitStack()
+        self.open = ExitStack()  # the measured step
         self._mesh = mesh
         self._meter: StepMeter | None = None
-        self._step: ExitStack | None = None
         self._phase = ExitStack()
-        self._counted = self._failed = False
+        self._measures = self._counted = self._failed = False
         self._values: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
@@ -70,45 +69,38 @@ class _MeasuredSteps(transformers.TrainerCallback):
         return values
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Begin to measure a step that will be logged."""
         step = state.global_step + 1
         every = state.logging_steps if args.logging_strategy == "steps" else 0
         is_logged = (every and step % every == 0) or (step == 1 and args.logging_first_step)
-        if not is_logged or (meter := self._meter_of(model)) is None:
+        meter = self._meter_of(model) if is_logged else None
+        self._measures = meter is not None
+        if meter is None:
             return
         lengths: list[int] = []
         traffic = not self._counted and not any(map(is_compiled, model.modules()))
-        self._step = self.open.enter_context(ExitStack())
-        self._step.enter_context(meter.step(lengths, count_traffic=traffic))
-        self._step.enter_context(_lengths_of_forwards(model, lengths))
+        self.open.enter_context(meter.step(lengths, count_traffic=traffic))
+        self.open.enter_context(_lengths_of_forwards(model, lengths))
         self._counted = True
         self._begin_phase(meter, "forward_backward")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End forward and backward; clipping belongs to them."""
-        if self._step is not None and self._meter is not None:
+        if self._measures and self._meter is not None:
             self._begin_phase(self._meter, "optimizer")
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the optimizer's step."""
         self._phase.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Keep the values of a measured step."""
-        if self._step is None or self._meter is None:
-            return
-        self._phase.close()
-        self._step.close()
-        self._step = None
-        self.open.pop_all()
-        if self._meter.last.tokens:
-            self._values = self._meter.last.to_dict()
+        if self._measures and self._meter is not None:
+            self.open.close()
+            if self._meter.last.tokens:
+                self._values = self._meter.last.to_dict()
 
     def _begin_phase(self, meter: StepMeter, name: str) -> None:
         self._phase.close()
-        if self._step is not None:
-            self._phase = self._step.enter_context(ExitStack())
-            self._phase.enter_context(meter.phase(name))
+        self._phase = self.open.enter_context(ExitStack())
+        self._phase.enter_context(meter.phase(name))
 
     def _meter_of(self, model: nn.Module) -> StepMeter | None:
         if self._meter is None and not self._failed:
