@@ -9,14 +9,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
-
-
-def is_trl(trainer_class: type) -> bool:
-    """Return True if a trainer derives from a TRL trainer."""
-    return any(cls.__module__.startswith("trl.") for cls in trainer_class.__mro__)
 
 
 def modules_of(trainer_class: type) -> list[ModuleType]:
@@ -25,13 +20,10 @@ def modules_of(trainer_class: type) -> list[ModuleType]:
     return [sys.modules[name] for name in names]
 
 
-@contextmanager
-def replaced(trainer_class: type, functions: Mapping[str, Any]) -> Iterator[None]:
+def replaced(trainer_class: type, functions: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Replace the global names that a trainer's modules have by these functions inside the ``with``."""
     spaces = [vars(module) for module in modules_of(trainer_class)]
-    changes = ((space, name, new) for space in spaces for name, new in functions.items() if name in space)
-    with swapped(changes):
-        yield
+    return swapped((space, name, new) for space in spaces for name, new in functions.items() if name in space)
 
 
 @contextmanager
@@ -58,8 +50,9 @@ _WORKED_THROUGH = (
 )
 
 
-#: Modules of the experimental trainers that the package adapts with its own classes.
-_ASYNC_GRPO, _GKD = "trl.experimental.async_grpo.async_grpo_trainer", "trl.experimental.gkd.gkd_trainer"
+#: Modules of the experimental trainers that the package adapts with its own classes, and a method of each class.
+ASYNC_GRPO = ("trl.experimental.async_grpo.async_grpo_trainer", "_sync_weight")
+GKD = ("trl.experimental.gkd.gkd_trainer", "generalized_jsd_loss")
 #: By the first words of an experimental trainer's name, the trainer of trl that is nearest to it.
 _NEAREST = {
     ("GOLD", "SDFT", "SDPO", "IWOPD", "AsyncDistillation", "ServerDistillation"): "DistillationTrainer",
@@ -72,21 +65,9 @@ MANIFEST, BEGINS, PEAK_FLOPS = "_iter_vllm_named_params", "_TrainBeginCallback",
 TREE = "tree_"
 
 
-def is_async_grpo(trainer_class: type) -> bool:
-    """Return True if a trainer derives from TRL's asynchronous GRPO trainer."""
-    return any(cls.__module__ == _ASYNC_GRPO and hasattr(cls, "_sync_weight") for cls in trainer_class.__mro__)
-
-
-def is_gkd(trainer_class: type) -> bool:
-    """Return True if a trainer derives from TRL's GKD trainer."""
-    return any(cls.__module__ == _GKD and hasattr(cls, "generalized_jsd_loss") for cls in trainer_class.__mro__)
-
-
-def is_sft(trainer_class: type) -> bool:
-    """Return True if a trainer derives from TRL's SFT trainer."""
-    import trl
-
-    return issubclass(trainer_class, trl.SFTTrainer)
+def derives(trainer_class: type, module: str, method: str) -> bool:
+    """Return True if a trainer derives from a class of a module that has a method."""
+    return any(cls.__module__ == module and hasattr(cls, method) for cls in trainer_class.__mro__)
 
 
 def nearest(trainer_class: type) -> str:
@@ -101,12 +82,14 @@ def nearest(trainer_class: type) -> str:
 def own_methods(trainer_class: type) -> list[str]:
     """Return the methods of TRL's experimental classes that override methods used by the mixins."""
     # Their own code reads the model's logits or weights, or counts the world's ranks.
-    experimental = [
-        cls
+    adapted = (ASYNC_GRPO[0], GKD[0])
+    return [
+        f"{cls.__name__}.{name}"
         for cls in trainer_class.__mro__
-        if cls.__module__.startswith("trl.experimental.") and cls.__module__ not in (_ASYNC_GRPO, _GKD)
+        if cls.__module__.startswith("trl.experimental.") and cls.__module__ not in adapted
+        for name in _WORKED_THROUGH
+        if name in vars(cls)
     ]
-    return [f"{cls.__name__}.{name}" for cls in experimental for name in _WORKED_THROUGH if name in vars(cls)]
 
 
 def generates(trainer_class: type) -> bool:
@@ -134,28 +117,3 @@ def takes_reference(trainer_class: type) -> bool:
         cls for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.") and "__init__" in vars(cls)
     )
     return "ref_model" in inspect.signature(own.__init__).parameters
-
-
-def adds_reference_adapter(trainer_class: type, args: Any, reference: Any) -> bool:
-    """Return True if a trainer adds the adapter ``ref``, a copy of the trained adapter, to a ``PeftModel``."""
-    import trl
-
-    if issubclass(trainer_class, (trl.DPOTrainer, trl.KTOTrainer)):
-        return reference is None
-    return issubclass(trainer_class, (trl.GRPOTrainer, trl.RLOOTrainer)) and args.beta != 0.0
-
-
-def pairs_within_batches(trainer_class: type) -> bool:
-    """Return True if ``_prepare_dataset`` pairs the samples of a batch of one process, as KTO's does for its KL."""
-    import trl
-
-    return issubclass(trainer_class, trl.KTOTrainer)
-
-
-def reference_columns(trainer_class: type) -> tuple[str, str]:
-    """Return the columns of the reference's log-probabilities, in the order of ``compute_ref_log_probs``."""
-    import trl
-
-    if issubclass(trainer_class, trl.KTOTrainer):  # the second column only if its loss estimates a KL divergence
-        return "ref_logps", "ref_KL_logps"
-    return "ref_chosen_logps", "ref_rejected_logps"

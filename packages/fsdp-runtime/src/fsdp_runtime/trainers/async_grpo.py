@@ -136,11 +136,10 @@ class AsyncGRPOMixin(TrlMixin):
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Gather every weight to rank 0's host memory, and iterate over them there."""
-        is_first, kept = self.accelerator.is_main_process, []
-        for name, tensor in stream_weights(self.model):  # to the end on every rank, before anything is sent
-            if is_first:
-                kept.append((name, tensor.cpu()))
-        return ((name, tensor.to(self.accelerator.device)) for name, tensor in kept)
+        is_first = self.accelerator.is_main_process
+        # Every rank exhausts the stream before rank 0 sends.
+        weights = [(name, tensor.cpu()) for name, tensor in stream_weights(self.model) if is_first]
+        return ((name, tensor.to(self.accelerator.device)) for name, tensor in weights)
 
     def _on_first(self, owner: Any, method: str, *arguments: Any) -> None:
         """Call a method of an object on rank 0, and raise its error on every rank."""
@@ -174,7 +173,6 @@ class _OnEveryRank(transformers.TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Begin the rollouts."""
         self._trainer.begin()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:

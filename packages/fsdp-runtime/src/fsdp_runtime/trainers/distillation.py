@@ -156,7 +156,7 @@ class GKDMixin(TrlMixin):
         """Sample from student or teacher, the same tokens on all ranks of ``tp``."""
         with self._sampling(model):
             outputs = super().generate_on_policy_outputs(model, inputs, generation_config)
-        return tuple(self._from_first(list(outputs)))
+        return self._from_first(outputs)
 
     def generalized_jsd_loss(
         self,

@@ -11,10 +11,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers import _trl_compat as of_trl
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
 
-_DOC = """``{module}.{name}`` on a mesh.
-
-It takes the same arguments, by keyword, ``mesh`` and ``parallelize_kwargs``; see ``MeshTrainerMixin``.
-"""
+_DOC = "It takes the same arguments, by keyword, ``mesh`` and ``parallelize_kwargs``; see ``MeshTrainerMixin``.\n"
 
 
 @cache
@@ -51,22 +48,23 @@ def on_mesh(trainer_class: type) -> Any:
             "for full ones, or count every rank of tp as a data-parallel one; use a trainer of trl itself, such as "
             f"trl.{of_trl.nearest(trainer_class)}, or a subclass that leaves these methods as they are there"
         )
-    mixin: type = MeshTrainerMixin
-    if of_trl.is_trl(trainer_class):
-        from fsdp_runtime.trainers.distillation import DistillationMixin
-        from fsdp_runtime.trainers.trl_trainers import GeneratingMixin, TrlMixin
-
-        mixin = GeneratingMixin if of_trl.generates(trainer_class) else TrlMixin
-        if of_trl.reads_head_weights(trainer_class):
-            mixin = DistillationMixin
-        if of_trl.is_async_grpo(trainer_class):
-            from fsdp_runtime.trainers.async_grpo import AsyncGRPOMixin
-
-            mixin = AsyncGRPOMixin
-        elif of_trl.is_gkd(trainer_class):
-            from fsdp_runtime.trainers.distillation import GKDMixin
-
-            mixin = GKDMixin
     name = trainer_class.__name__
-    doc = _DOC.format(module=trainer_class.__module__.partition(".")[0], name=name)
-    return type(name, (mixin, trainer_class), {"__doc__": doc, "__module__": trainer_class.__module__})
+    doc = f"``{trainer_class.__module__.partition('.')[0]}.{name}`` on a mesh.\n\n{_DOC}"
+    return type(name, (_mixin(trainer_class), trainer_class), {"__doc__": doc, "__module__": trainer_class.__module__})
+
+
+def _mixin(trainer_class: type) -> type:
+    if not of_trl.modules_of(trainer_class):
+        return MeshTrainerMixin
+    from fsdp_runtime.trainers.distillation import DistillationMixin, GKDMixin
+    from fsdp_runtime.trainers.trl_trainers import GeneratingMixin, TrlMixin
+
+    if of_trl.derives(trainer_class, *of_trl.ASYNC_GRPO):
+        from fsdp_runtime.trainers.async_grpo import AsyncGRPOMixin
+
+        return AsyncGRPOMixin
+    if of_trl.derives(trainer_class, *of_trl.GKD):
+        return GKDMixin
+    if of_trl.reads_head_weights(trainer_class):
+        return DistillationMixin
+    return GeneratingMixin if of_trl.generates(trainer_class) else TrlMixin

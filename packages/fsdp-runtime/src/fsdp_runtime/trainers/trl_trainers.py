@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+import trl
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
@@ -55,21 +56,24 @@ class TrlMixin(MeshTrainerMixin):
         self._by_name = isinstance(model, str)
         self._adapter, self._adapted = kwargs.get("peft_config"), None
         self._given_reference = kwargs.pop("ref_model", None) if not of_trl.takes_reference(type(self)) else None
-        self._adds_reference = of_trl.adds_reference_adapter(type(self), args, kwargs.get("ref_model"))
+        self._adds_reference = (  # of a ``PeftModel``: the adapter ``ref``, a copy of the trained adapter
+            kwargs.get("ref_model") is None
+            if isinstance(self, (trl.DPOTrainer, trl.KTOTrainer))
+            else isinstance(self, (trl.GRPOTrainer, trl.RLOOTrainer)) and args.beta != 0.0
+        )
         with of_trl.replaced(type(self), functions):
             super().__init__(model, mesh=mesh, args=args, **kwargs)
         self._refuse_router_logits()
 
     @classmethod
     def _takes_stages(cls) -> bool:
-        return of_trl.is_sft(cls)
+        return issubclass(cls, trl.SFTTrainer)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the metrics that the last pipeline stage has counted."""
         if self._stages is not None:
-            names: dict[str, Any] = self.__dict__
-            counted = {name: names[name] for name in ("_metrics", "_total_train_tokens")}
-            names.update(self._stages.of_last_stage(counted))
+            counted = {name: vars(self)[name] for name in ("_metrics", "_total_train_tokens")}
+            vars(self).update(self._stages.of_last_stage(counted))
         super().log(logs, *args, **kwargs)
 
     def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -92,20 +96,20 @@ class TrlMixin(MeshTrainerMixin):
 
     def _refuse_router_logits(self) -> None:
         """Refuse the auxiliary loss of routers in stages, and with a padding mask, which counts tokens of full rows."""
-        if self._stages is not None and getattr(self, "aux_loss_enabled", False):
+        if not getattr(self, "aux_loss_enabled", False):
+            return
+        loss = f"the auxiliary loss of the routers of {type(base_model(self.model)).__name__}"
+        if self._stages is not None:
             raise OptionError(
-                f"the auxiliary loss of the routers of {type(base_model(self.model)).__name__} reads all blocks, and "
-                f"pp={axis_size(self.mesh, 'pp')} divides them: set router_aux_loss_coef=0.0 in the trainer's arguments"
+                f"{loss} reads all blocks, and pp={axis_size(self.mesh, 'pp')} divides them: set "
+                "router_aux_loss_coef=0.0 in the trainer's arguments"
             )
         is_padded = not getattr(self, "padding_free", False)
-        if not (is_padded and getattr(self, "aux_loss_enabled", False) and under_context_parallelism(self.model)):
-            return
-        if inputs_of(self.model).cuts_padding:
+        if is_padded and under_context_parallelism(self.model) and inputs_of(self.model).cuts_padding:
             raise OptionError(
-                f"the auxiliary loss of the routers of {type(base_model(self.model)).__name__} reads router logits "
-                f"beside a padding mask, and cp={axis_size(self.mesh, 'cp')} divides the rows: set "
-                "router_aux_loss_coef=0.0 in the trainer's arguments, or output_router_logits=False in the config for "
-                "ORPO and CPO; set padding_free=True for SFT and DPO; or use cp=1"
+                f"{loss} reads router logits beside a padding mask, and cp={axis_size(self.mesh, 'cp')} divides the "
+                "rows: set router_aux_loss_coef=0.0 in the trainer's arguments, or output_router_logits=False in the "
+                "config for ORPO and CPO; set padding_free=True for SFT and DPO; or use cp=1"
             )
 
     def _create_model(self, path: str, architecture: Any = None, **settings: Any) -> nn.Module:
@@ -125,8 +129,8 @@ class TrlMixin(MeshTrainerMixin):
         return model
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
-        """Prepare a data set; KTO's mismatched pairs stay within the samples of one batch of all ranks."""
-        if of_trl.pairs_within_batches(type(self)):
+        """Prepare a data set; KTO's mismatched pairs, for its KL, stay within one batch of all ranks."""
+        if isinstance(self, trl.KTOTrainer):
             args = copy.copy(args)
             args.per_device_train_batch_size *= submesh(self.mesh, "dp").size()
         return super()._prepare_dataset(dataset, processing_class, args, *rest)
@@ -145,7 +149,10 @@ class TrlMixin(MeshTrainerMixin):
             )
             for batch in self.accelerator.prepare(batches)
         ]
-        for column, parts in zip(of_trl.reference_columns(type(self)), zip(*columns, strict=True), strict=False):
+        names = ("ref_chosen_logps", "ref_rejected_logps")  # in the order of compute_ref_log_probs
+        if isinstance(self, trl.KTOTrainer):  # the second column only if its loss estimates a KL divergence
+            names = ("ref_logps", "ref_KL_logps")
+        for column, parts in zip(names, zip(*columns, strict=True), strict=False):
             dataset = dataset.add_column(column, torch.cat(parts).float().cpu().numpy())
         return dataset
 
@@ -156,11 +163,12 @@ class TrlMixin(MeshTrainerMixin):
         with torch.no_grad(), unsharded(model), full_logits(base_model(model)), whole_rows(model):
             yield
 
-    def _from_first(self, values: list[Any]) -> list[Any]:
-        """The values of the first rank of the ``cp`` and ``tp`` group."""
+    def _from_first(self, value: Any) -> Any:
+        """Return the value of the first rank of the ``cp`` and ``tp`` group."""
+        values = [value]
         if (group := self.accelerator.model_group) is not None:
             dist.broadcast_object_list(values, group=group, group_src=0)
-        return values
+        return values[0]
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -195,7 +203,7 @@ class GeneratingMixin(TrlMixin):
         super().__init__(model, mesh=mesh, args=_generation_over_dp(args, mesh), **kwargs)
         rollout = getattr(self, "rollout_func", None)
         if rollout is not None:
-            self.rollout_func = lambda prompts, trainer: self._from_first([rollout(prompts, trainer)])[0]
+            self.rollout_func = lambda prompts, trainer: self._from_first(rollout(prompts, trainer))
         # TRL seeds every process of the world differently; the ranks of tp must draw the same numbers.
         transformers.set_seed(self.args.seed + self.accelerator.process_index)
 
@@ -208,22 +216,19 @@ class GeneratingMixin(TrlMixin):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate, in an engine or here, the same tokens on all ranks of ``tp``."""
-        if getattr(self, "use_vllm", False):
-            return self._from_first([super()._generate_single_turn(*args, **kwargs)])[0]
-        with self._sampling(self.model):
+        with nullcontext() if getattr(self, "use_vllm", False) else self._sampling(self.model):
             turn = super()._generate_single_turn(*args, **kwargs)
-        return self._from_first([turn])[0]
+        return self._from_first(turn)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         gathering = {"gather": self.accelerator.gather_from_first, "gather_object": self.accelerator.gather_objects}
-        attributes: dict[str, Any] = self.__dict__
-        logs_images = attributes.get("log_multimodal", False)
-        attributes["log_multimodal"] = False  # TRL gathers images over the ranks with images
+        logs_images = getattr(self, "log_multimodal", False)
+        self.log_multimodal = False  # TRL gathers images over the ranks with images
         try:
             with of_trl.replaced(type(self), gathering):
                 batch = super()._generate_and_score_completions(inputs)
         finally:
-            attributes["log_multimodal"] = logs_images
+            self.log_multimodal = logs_images
         if logs_images:
             self._log_images(len(inputs) * self.accelerator.num_processes)
         return batch
