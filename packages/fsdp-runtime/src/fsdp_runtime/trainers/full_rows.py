@@ -24,14 +24,7 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.models import scores_rows
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh import axis_size
-from fsdp_runtime.steps.context.step import (
-    BOUNDARIES,
-    SequenceLayout,
-    attention_of,
-    inputs_of,
-    padded,
-    under_context_parallelism,
-)
+from fsdp_runtime.steps.context import step as context
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.wrap import effects_of, hook_model
 
@@ -40,14 +33,14 @@ from fsdp_runtime.wrap import effects_of, hook_model
 class FullRows:
     """The rows of one forward."""
 
-    layout: SequenceLayout  # the tokens of each rank, of rows with padding
+    layout: context.SequenceLayout  # the tokens of each rank, of rows with padding
     length: int  # tokens of a row without it
     group: dist.ProcessGroup  # the ranks of ``cp``
     given: dict[str, Any]  # arguments that need full rows: ``labels`` and how to count them
 
     def shard(self, values: Tensor, fill: int = 0) -> Tensor:
         """Return this rank's tokens of ``[batch, length, ...]``."""
-        return self.layout.shard(padded(values, self.layout.length, fill))
+        return self.layout.shard(context.padded(values, self.layout.length, fill))
 
     def gather(self, values: Tensor) -> Tensor:
         """Return ``[batch, length, ...]`` from this rank's tokens; each rank keeps its own part of the gradient."""
@@ -66,15 +59,15 @@ def rows_in_force() -> FullRows | None:
 
 def take_full_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let a model under context parallelism take full rows and labels; once per model."""
-    if axis_size(mesh, "cp") == 1 or not under_context_parallelism(model) or _EFFECT in effects_of(model):
+    if axis_size(mesh, "cp") == 1 or not context.under_context_parallelism(model) or _EFFECT in effects_of(model):
         return
-    hook_model(model, _EFFECT, partial(_before, attention_of(model)), _after, first=True)
+    hook_model(model, _EFFECT, partial(_before, context.attention_of(model)), _after, first=True)
 
 
 @contextmanager
 def part_of_rows(model: nn.Module, **inputs: Any) -> Iterator[tuple[FullRows, dict[str, Any]]]:
     """Yield the rows of full ``inputs`` and this rank's inputs of a model's trunk, inside the model's forward."""
-    complete = inputs_of(model)
+    complete = context.inputs_of(model)
     was_whole, complete.attention.whole_rows = complete.attention.whole_rows, False
     try:
         _, inputs = _before(complete.attention, model, (), inputs)
@@ -103,7 +96,8 @@ def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: di
     rows = FullRows(
         layout, length, attention.group, {name: kwargs[name] for name in taken if kwargs.get(name) is not None}
     )
-    left = taken if kwargs.get("position_ids") is None else (*taken, *BOUNDARIES)  # positions give any part's documents
+    # Positions give the documents of any part.
+    left = taken if kwargs.get("position_ids") is None else (*taken, *context.BOUNDARIES)
     kwargs = {name: value for name, value in kwargs.items() if name not in left}
     if layout.length > length and kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
@@ -155,7 +149,7 @@ def _padding_id(model: Any, kwargs: Mapping[str, Any]) -> int:
     return pad_token_id
 
 
-def _positions(values: Tensor, layout: SequenceLayout) -> Tensor:
+def _positions(values: Tensor, layout: context.SequenceLayout) -> Tensor:
     """This rank's position ids ``[..., batch, length]``; padding is a separate document."""
     if missing := layout.length - values.shape[-1]:
         more = torch.arange(missing, device=values.device, dtype=values.dtype)
