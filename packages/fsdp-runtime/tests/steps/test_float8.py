@@ -33,8 +33,8 @@ from fsdp_runtime import MeshSpec, describe_parallelism, parallelize, sequence_l
 from fsdp_runtime.errors import BackendError, ModelError, OptionError
 from fsdp_runtime.meters import StepMeter
 from fsdp_runtime.model.structure import inspect_model
-from fsdp_runtime.steps import Compile, Float8, float8, float8_blocks
-from fsdp_runtime.steps.float8_blocks import BlockwiseRecipe
+from fsdp_runtime.steps import Compile, Float8, float8
+from fsdp_runtime.steps.float8 import BlockwiseRecipe
 from fsdp_runtime.wrap import wrap
 from harness import models
 from harness.models import tiny_inputs
@@ -81,7 +81,7 @@ class _ExactSums:
     def cast(self, tensor: torch.Tensor, operand: str, **sharding: Any) -> torch.Tensor:
         match self.recipe.cast(tensor.float(), operand, **sharding):
             case (values, scales):
-                return values.double() * float8_blocks._per_element(scales, values)
+                return values.double() * float8._per_element(scales, values)
             case MXTensor() as cast:
                 return cast.dequantize(torch.float32).double()
             case Float8TrainingTensor() as cast:
@@ -351,7 +351,7 @@ def _scaled_product(*arguments: Any, output_dtype: torch.dtype) -> torch.Tensor:
     ]
     left, right, left_scales, _, right_scales, kind = arguments
     right_scales = right_scales.t()[:, : left_scales.shape[1]] if "128x128" in kind.name else right_scales
-    values = [float8_blocks._per_element(*pair) for pair in ((left_scales, left), (right_scales, right.t()))]
+    values = [float8._per_element(*pair) for pair in ((left_scales, left), (right_scales, right.t()))]
     result = (values[0] * left.float() @ (values[1] * right.t().float()).t()).to(output_dtype)
     assert result.shape == functional.scaled_mm(*empty, output_dtype=output_dtype).shape
     return result
@@ -361,7 +361,7 @@ def _scaled_product(*arguments: Any, output_dtype: torch.dtype) -> torch.Tensor:
 def test_blockwise_products_of_a_gpu_equal_the_emulated_ones(
     monkeypatch: pytest.MonkeyPatch, inputs: int, outputs: int
 ) -> None:
-    monkeypatch.setattr(float8_blocks, "scaled_mm", _scaled_product)
+    monkeypatch.setattr(float8, "scaled_mm", _scaled_product)
     torch.manual_seed(0)
     layer = nn.Linear(inputs, outputs, dtype=torch.bfloat16)
     rows = torch.randn(3, 60, inputs, dtype=torch.bfloat16, requires_grad=True)

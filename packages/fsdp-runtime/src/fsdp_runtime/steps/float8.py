@@ -2,7 +2,8 @@
 
 A scale follows from the current tensor (dynamic scaling, arXiv:2209.05433, section 3): one for the tensor, a row or a
 block.  The maximum of a tensor that is sharded over ``tp`` is the maximum over its ranks, and a shard holds whole
-blocks, so ``tp`` does not change the scales.
+blocks, so ``tp`` does not change the scales.  Scales per block are of DeepSeek-V3 (arXiv:2412.19437, section 3.3), with
+the casts of torchao 0.18's ``torchao.prototype.blockwise_fp8_training``, which needs Triton.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import pad
+from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime._torchao_compat import Float8Recipe, MXFP8Recipe, missing_units, require_torchao
@@ -26,8 +27,8 @@ from fsdp_runtime.errors import BackendError, ModelError, OptionError
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.float8_blocks import BlockwiseRecipe
 from fsdp_runtime.values import require_bool, require_one_of
+from fsdp_runtime.weights.quantize.kernels import BLOCK, FP8, FP8_MAX, cell_amax
 from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans import ColwiseParallel, Plan, RowwiseParallel
 from tp_plans.layouts import compute_ranges
@@ -40,6 +41,12 @@ logger = logging.getLogger(__name__)
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 #: The dtypes that torchao casts to float8.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: The smallest maximum of a block; a block of zeros stays zero.
+_LEAST = 1e-12
+#: cuBLAS reads the scales of a weight in groups of this number.
+_SCALE_GROUP = 4
+#: The values in float8 ``[rows, summed]``, and their scales, one for a block.
+Blocks = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,6 @@ class _Product(torch.autograd.Function):
 
 
 class _InFloat8(Wrapper):
-    """Multiplies in float8."""
-
     effect: ClassVar[str] = "multiplies in float8"
     layer: ClassVar[LinearCasts]
     gathers_in_float8: ClassVar[bool]
@@ -118,6 +123,51 @@ class _InFloat8(Wrapper):
         rows = _Product.apply(rows, module.weight, self.layer, self.weight_scale)  # type: ignore[no-untyped-call]
         output: Tensor = rows[:count].unflatten(0, input.shape[:-1])
         return output if module.bias is None else output + module.bias.to(output.dtype)
+
+
+@dataclass(frozen=True)
+class BlockwiseRecipe:
+    """The casts of ``"blockwise"``: a scale for 128 x 128 of a weight, and for 128 summed features of a token."""
+
+    emulate: bool
+    multiple: ClassVar[int] = BLOCK
+    tokens: ClassVar[int] = BLOCK
+    products: ClassVar[int] = 3
+
+    def cast(self, tensor: Tensor, operand: str, *, sharded: int | None, mesh: DeviceMesh | None) -> Blocks:
+        """Cast an operand; a shard holds whole blocks, so its scales need no other rank."""
+        matrix = tensor.t() if "_for_" in operand else tensor
+        cells = cell_amax(matrix, (0, 0), (BLOCK if operand.startswith("weight") else 1, BLOCK))
+        scales = (FP8_MAX / cells.clamp(min=_LEAST).double()).float()
+        values = (matrix * _per_element(scales, matrix)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+        return values.contiguous(), scales.reciprocal()
+
+    def product(self, left: Blocks, right: Blocks, dtype: torch.dtype) -> Tensor:
+        """Return ``left @ right.T``."""
+        if self.emulate:
+            values = [block.float() * _per_element(scales, block) for block, scales in (left, right)]
+            return (values[0] @ values[1].t()).to(dtype)
+        (rows, row_scales), (columns, column_scales) = left, right
+        if square := len(column_scales) < len(columns):
+            column_scales = pad(column_scales, (0, -column_scales.shape[1] % _SCALE_GROUP), value=1.0).contiguous().t()
+        else:
+            column_scales = column_scales.t().contiguous().t()
+        return scaled_mm(
+            rows,
+            columns.t(),
+            row_scales.t().contiguous().t(),
+            ScalingType.BlockWise1x128,
+            column_scales,
+            ScalingType.BlockWise128x128 if square else ScalingType.BlockWise1x128,
+            output_dtype=dtype,
+        )
+
+
+def _per_element(scales: Tensor, matrix: Tensor) -> Tensor:
+    """Repeat the scale of each block for the elements of a matrix."""
+    if len(scales) < len(matrix):
+        scales = scales.repeat_interleave(BLOCK, 0)
+    return scales.repeat_interleave(BLOCK, 1)
 
 
 @dataclass(frozen=True)
@@ -172,15 +222,15 @@ class Float8(Step[Float8Layers]):
         require_torchao(self.recipe)
         if setup.packed_base:
             raise OptionError("Float8 casts weights, and Quantized stores them as packed bytes: give one of the two")
-        if not (self.emulate or _is_dry_run(setup)) and (
-            gpus := missing_units(device := _device_type(setup), self.recipe)
-        ):
-            raise BackendError(
-                f"Float8({self.recipe!r}) needs a GPU with such units ({gpus}), and the model is on {device}: leave it "
-                f"out, or test it slowly by Float8({self.recipe!r}, emulate=True)"
-            )
+        self._require_units(setup)
         sharded: dict[str, int | None] = {}
-        rules, kept, multiple = _rules(setup), dict(_stacked(setup)), self._casts().multiple
+        rules, multiple = _rules(setup), self._casts().multiple
+        kept = {
+            path: "stacked experts have no float8 product"
+            for block, module in setup.structure.blocks.items()
+            for path, parameter in module.named_parameters(prefix=block)
+            if parameter.ndim == 3 and "experts" in path
+        }
         for path, layer in _linear_layers(setup):
             if reason := _reason_against(setup, path, layer, rules.get(path), multiple):
                 kept[f"{path}.weight"] = reason
@@ -203,6 +253,18 @@ class Float8(Step[Float8Layers]):
             wrap(map(model.get_submodule, paths), _InFloat8, layer=layer, gathers_in_float8=self.gather)
         runtime_state(model).not_quantized = checked.kept
 
+    def _require_units(self, setup: Setup) -> None:
+        parameter = next(setup.facts.model.parameters())
+        # A dry run simulates a mesh, and its model has no values.
+        dry_run = dist.is_initialized() and dist.get_backend() == "fake" and not has_values(parameter)
+        meshes = (setup.meshes.tp, setup.meshes.fsdp, setup.meshes.cp, setup.meshes.ep)
+        device = next((mesh.device_type for mesh in meshes if mesh is not None), parameter.device.type)
+        if not (self.emulate or dry_run) and (gpus := missing_units(device, self.recipe)):
+            raise BackendError(
+                f"Float8({self.recipe!r}) needs a GPU with such units ({gpus}), and the model is on {device}: leave it "
+                f"out, or test it slowly by Float8({self.recipe!r}, emulate=True)"
+            )
+
     def _casts(self) -> Any:
         match self.recipe:
             case "blockwise":
@@ -218,7 +280,6 @@ def float8_products(module: nn.Module) -> int:
 
 
 def _rules(setup: Setup) -> Mapping[str, object]:
-    """Return the styles of the layers over ``tp`` by path."""
     if setup.meshes.tp is None or setup.plan is None:
         return {}
     if not isinstance(setup.plan, Plan):
@@ -243,14 +304,6 @@ def _sharded_dim(style: object) -> int | None:
     return 0 if isinstance(style, ColwiseParallel | MLAKVProjection) else None
 
 
-def _stacked(setup: Setup) -> Iterator[tuple[str, str]]:
-    """Yield the stacks of experts' matrices in the blocks."""
-    for block in setup.structure.blocks:
-        for path, parameter in setup.facts.model.get_submodule(block).named_parameters(prefix=block):
-            if parameter.ndim == 3 and "experts" in path:
-                yield path, "stacked experts have no float8 product"
-
-
 def _reason_against(setup: Setup, path: str, layer: nn.Linear, style: object, multiple: int) -> str:
     """Return the reason why a layer keeps its dtype, if any."""
     if layer.weight.dtype not in DTYPES:
@@ -273,14 +326,3 @@ def _shards(setup: Setup, path: str, style: Any, size: int) -> list[list[range]]
         return compute_ranges(size, setup.tp)
     resolved: Any = resolve_style(style, setup.facts.model.get_submodule(path.rpartition(".")[0]))
     return compute_ranges(size, setup.tp, unit=resolved.multiple_of, pieces=resolved.fused_sizes, shared=shared)
-
-
-def _is_dry_run(setup: Setup) -> bool:
-    is_simulated = dist.is_initialized() and dist.get_backend() == "fake"
-    return is_simulated and not has_values(next(setup.facts.model.parameters()))
-
-
-def _device_type(setup: Setup) -> str:
-    meshes = (setup.meshes.tp, setup.meshes.fsdp, setup.meshes.cp, setup.meshes.ep)
-    used = next((mesh.device_type for mesh in meshes if mesh is not None), None)
-    return used or next(setup.facts.model.parameters()).device.type
