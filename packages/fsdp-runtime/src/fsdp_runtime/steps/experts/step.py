@@ -1,27 +1,42 @@
-"""Expert parallelism: stacked experts divided over ``ep``, and tokens sent to them."""
+"""Expert parallelism: stacked experts divided over ``ep``, tokens sent to them, and their low-rank adapters (peft).
+
+peft stores the factors of all experts in two matrices, ``[experts * rank, in]`` and ``[out, rank * experts]``, the
+experts of the second matrix innermost, and replaces the experts' weight by another parameter while they run.  This is
+impossible for a weight that is sharded over ``ep`` or ``tp`` or gathered by FSDP2.  Here the factors stay
+parameters of the block, sharded by FSDP2, and the experts' forward adds the products for the experts of its rank.  A
+rank computes the factors' gradient of its experts: the sum over all ranks is complete.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fsdp_runtime._peft_compat import BASE
+from fsdp_runtime._peft_compat import BASE, active_factors, is_out_first
+from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.experts.adapters import adapt_experts
+from fsdp_runtime.steps.quantized.compute import current_rebuilt
 from fsdp_runtime.steps.refused_adapters import refuse_adapters
+from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans import Plan, with_expert_parallelism
-from tp_plans.runtime import TokenExchange, dispatch_styles, exchange_class
+from tp_plans.layouts import shard_ranges
+from tp_plans.runtime import TokenExchange, attach_zero_grads, dispatch_styles, exchange_class, full_view
 
 logger = logging.getLogger(__name__)
 
 #: The exchange of tokens: its name, or a subclass of ``tp_plans.runtime.TokenExchange``.
 ExpertExchange = str | type[TokenExchange]
+_WRAPPERS = "_fsdp_runtime_adapters"
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,11 @@ class ExpertParallel(Step[None]):
 
     def prepare(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Let stacked experts add their adapters, on every mesh: layers are sharded afterwards."""
-        adapt_experts(setup.facts.adapters)
+        for layer in setup.facts.adapters:
+            pairs = ((_Wrapper, layer.module), (_Experts, layer.experts)) if layer.experts is not None else ()
+            for mixin, module in pairs:
+                if not isinstance(module, mixin):
+                    wrap([module], mixin)
 
     def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Divide the experts; without dispatched experts nothing changes."""
@@ -79,3 +98,74 @@ class ExpertParallel(Step[None]):
         styles = dispatch_styles(rules, shared_mesh=setup.meshes.shared, exchange=self.exchange)
         parallelize_module(model, ep_mesh, dict(styles))
         logger.info("expert parallelism: %d modules over %d ranks", len(styles), ep_mesh.size())
+
+
+class _Wrapper(Wrapper):
+    """Around peft's wrapper of a parameter: passes the wrapper to its experts for their forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        wrapper = cast(Any, self)
+        wrappers = wrapper.get_base_layer().__dict__.setdefault(_WRAPPERS, [])
+        wrappers.append(wrapper)
+        try:
+            return wrapper.base_layer(*args, **kwargs)
+        finally:
+            wrappers.pop()
+
+
+class _Experts(Wrapper):
+    """Around stacked experts, below the style that swaps in the weights of a rank's experts."""
+
+    effect = "adapters of experts"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = cast(nn.Module, self)
+        parameters = own_parameters(module)
+        before: dict[str, Any] = {}
+        try:
+            for wrapper in module.__dict__.get(_WRAPPERS, ()):
+                name = wrapper.parameter_name
+                before[name] = parameters[name]
+                products = list(_products(module, wrapper, before[name]))
+                parameters[name] = _sum(before[name], products)
+                if not torch.compiler.is_compiling() and (rebuilt := current_rebuilt()) is not None:
+                    rebuilt.derive(before[name], parameters[name], partial(_sum_of_part, products))
+            adapted = [parameters[name] for name in before]
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            parameters.update(before)
+        # Without tokens the output depends on no input, and in backward the other ranks would wait.
+        return output if output.requires_grad else attach_zero_grads(output, [*adapted, *args, *kwargs.values()])
+
+
+_Product = tuple[tuple[Tensor, Tensor], float]
+
+
+def _sum(stack: Tensor, products: Iterable[_Product]) -> Tensor:
+    for product, scaling in products:
+        stack = stack.baddbmm(*product, alpha=scaling)
+    return stack
+
+
+def _sum_of_part(products: Iterable[_Product], stack: Tensor, experts: slice) -> Tensor:
+    """Return the sum for a slice of the experts, as backward rebuilds it."""
+    return _sum(stack, [((a[experts].detach(), b[experts].detach()), scaling) for (a, b), scaling in products])
+
+
+def _products(module: nn.Module, wrapper: Any, weight: Tensor) -> Iterator[_Product]:
+    """Yield the factors of each active adapter for this rank's experts; their product has the weight's shape."""
+    experts: int = wrapper.num_experts
+    local = range(experts)
+    if weight.shape[0] != experts:
+        mesh = cast(Any, module).tp_mesh
+        local = shard_ranges(experts, mesh.size())[mesh.get_local_rank()]
+    for factors in active_factors(wrapper):
+        full_a, full_b = _full(factors.a), _full(factors.b)
+        a = full_a.view(experts, -1, full_a.shape[-1])[local.start : local.stop].to(weight.dtype)
+        b = full_b.view(full_b.shape[0], -1, experts)[..., local.start : local.stop].permute(2, 0, 1).to(weight.dtype)
+        yield ((b, a) if is_out_first(wrapper) else (a.transpose(1, 2), b.transpose(1, 2))), factors.scaling
+
+
+def _full(factor: Tensor) -> Tensor:
+    """Return a replicated factor as a plain tensor; each rank computes a partial sum of its gradient."""
+    return full_view(factor, partial=True) if isinstance(factor, DTensor) else factor

@@ -104,10 +104,6 @@ class _Rebuilt:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def tensor(self) -> Tensor:
-        """Return the view in rebuilt memory."""
-        return self.rebuild(self.experts).as_strided(self.shape, self.stride, self.offset)
-
 
 class RebuiltTensors:
     """Stacks of experts that autograd does not keep: backward rebuilds the experts that it reads."""
@@ -164,7 +160,7 @@ def rebuilding(rebuilt: RebuiltTensors) -> Iterator[None]:
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _Rebuilt):
-            return saved.tensor()
+            return saved.rebuild(saved.experts).as_strided(saved.shape, saved.stride, saved.offset)
         return saved if outer is None else outer[1](saved)
 
     token = _current.set(rebuilt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -142,7 +143,8 @@ def _frozen_matrices(setup: Setup, left_alone: dict[str, str]) -> Iterator[tuple
     """Yield the module and name of each weight in blocks that can be packed; note the reason for each other weight."""
     base = setup.facts.base_model
     blocks = {id(module) for block in setup.structure.blocks.values() for module in block.modules()}
-    tied, float32 = _tied(base), kept_in_float32(base)
+    names = Counter(id(parameter) for _, parameter in base.named_parameters(remove_duplicate=False))
+    float32 = kept_in_float32(base)
     inside = [place for place in places(base) if place.wrapper is None and id(place.module) in blocks]
     above = {place.base: type(place.module) for place in inside}
     stacks = {p.shape[0] for place in inside for p in place.module.parameters(recurse=False) if _is_stack(place, p)}
@@ -156,7 +158,7 @@ def _frozen_matrices(setup: Setup, left_alone: dict[str, str]) -> Iterator[tuple
             owner = above.get(parent(place.base), type(place.module))
             reasons = {
                 "it trains": parameter.requires_grad,
-                "it is tied": id(parameter) in tied,
+                "it is tied": names[id(parameter)] > 1,
                 "transformers keeps it in float32": join(place.path, name) in float32,
                 "it is a router": is_linear and parameter.shape[0] in stacks,
                 f"the code of {owner.__name__} reads it": reads_below(owner, place.base.rpartition(".")[2], name),
@@ -173,14 +175,6 @@ def _is_stack(place: Place, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a stack of experts: of a module with several such stacks."""
     stacks = [each.shape[0] for each in place.module.parameters(recurse=False) if each.ndim == 3]
     return parameter.ndim == 3 and len(stacks) > 1 and stacks[0] > 1
-
-
-def _tied(model: nn.Module) -> set[int]:
-    """Return the ids of parameters with several names."""
-    names: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)] = names.get(id(parameter), 0) + 1
-    return {key for key, count in names.items() if count > 1}
 
 
 def _require_whole_blocks(setup: Setup, path: str, weight: PackedWeight) -> None:
