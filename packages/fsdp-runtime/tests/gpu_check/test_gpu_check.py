@@ -19,17 +19,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import rl_logprobs
 from fsdp_runtime.gpu_check import __main__ as command
-from fsdp_runtime.gpu_check import bench, bench_attention, kernels, memory, parity, step_settings
+from fsdp_runtime.gpu_check import bench, bench_peers, kernels, parity, step_costs
 from fsdp_runtime.gpu_check import float8 as gpu_float8
 from fsdp_runtime.gpu_check.__main__ import checks_of, main
 from fsdp_runtime.gpu_check.bench_peers import Contender
 from fsdp_runtime.gpu_check.check_result import CheckResult, largest, markdown, within
 from fsdp_runtime.gpu_check.float8 import check_float8
 from fsdp_runtime.gpu_check.machine import World, accelerator, worlds
-from fsdp_runtime.gpu_check.memory import StepCost, check_memory, compared, expected_cost, lever, summary
 from fsdp_runtime.gpu_check.models import build
+from fsdp_runtime.gpu_check.parity import Setting, settings
 from fsdp_runtime.gpu_check.ranks import Check
-from fsdp_runtime.gpu_check.settings import Setting, settings
+from fsdp_runtime.gpu_check.step_costs import (
+    StepCost,
+    check_memory,
+    compared,
+    expected_cost,
+    lever,
+    summary,
+)
 from fsdp_runtime.steps import Compile, PackedSequences
 from harness.processes import preloaded_context
 from harness.ranks import RankPool
@@ -179,12 +186,12 @@ def test_kernels_of_packed_rows_compute_each_document_alone(monkeypatch):
         "flash_attn": SimpleNamespace(flash_attn_varlen_func=_flash),
         "torch.nn.attention.flex_attention": torch.nn.attention.flex_attention,
     }
-    monkeypatch.setattr(bench_attention, "optional", modules.get)
+    monkeypatch.setattr(bench_peers, "optional", modules.get)
     compiled = torch.compile  # of flex attention's own code in Python
     monkeypatch.setattr(torch, "compile", lambda call, **how: compiled(call, **how) if "backend" in how else call)
     rows = [torch.randn(1, 2, 3 * 8, 16) for _ in range(3)]
-    exact = bench_attention.exact_attention(3, rows)
-    contenders = bench_attention.kernels(3, 8, torch.device("cpu"))
+    exact = bench_peers.exact_attention(3, rows)
+    contenders = bench_peers.kernels(3, 8, torch.device("cpu"))
     assert [contender.name for contender in contenders] == [
         "compiled flex, block mask", "torch.nn.attention.varlen.varlen_attn", "flash_attn.flash_attn_varlen_func",
     ]  # fmt: skip
@@ -193,7 +200,7 @@ def test_kernels_of_packed_rows_compute_each_document_alone(monkeypatch):
 
 
 def test_steps_of_ours_and_of_transformers_have_one_loss():
-    cpu, setting = torch.device("cpu"), step_settings.TINY_BENCH[1]
+    cpu, setting = torch.device("cpu"), step_costs.TINY_BENCH[1]
     ours, theirs = (setting.step_on(cpu, plain=plain)() for plain in (False, True))
     assert abs(float(ours) * 16 / 15 - float(theirs)) < 1e-2  # our mean counts the last token of a row
     packed = replace(setting, options={"packed_sequences": True}, documents=2)
@@ -284,10 +291,10 @@ def test_bounds_decide():
 def tiny_steps(monkeypatch):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 16}
     for name, size in {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2}.items():
-        monkeypatch.setitem(step_settings.SIZES, name, size)
+        monkeypatch.setitem(step_costs.SIZES, name, size)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    monkeypatch.setattr(step_settings, "EXPERTS", experts)
-    return [replace(each, tokens=(1, 8)) for each in step_settings.SETTINGS if "compile" not in each.options]
+    monkeypatch.setattr(step_costs, "EXPERTS", experts)
+    return [replace(each, tokens=(1, 8)) for each in step_costs.SETTINGS if "compile" not in each.options]
 
 
 @pytest.fixture
@@ -336,13 +343,13 @@ def test_a_lever_that_saves_no_bytes_fails():
 def test_levers_on_a_cpu_have_the_losses_of_steps_without_them(monkeypatch):
     cpu = torch.device("cpu")
     first, *findings = check_memory(World("cpu", 1, 1), cpu)
-    names = [setting.name for setting in step_settings.SETTINGS if setting.without]
+    names = [setting.name for setting in step_costs.SETTINGS if setting.without]
     assert [finding.what.partition(":")[0] for finding in findings] == names
     assert {finding.state for finding in findings} == {"passed"}
     assert first.state == "not run"
-    setting = next(each for each in step_settings.SETTINGS if each.name == "LoRA on int8")
-    monkeypatch.setattr(memory, "SMALL_BOUND", -1.0)
-    assert memory.small_steps(setting).state == "failed"
+    setting = next(each for each in step_costs.SETTINGS if each.name == "LoRA on int8")
+    monkeypatch.setattr(step_costs, "SMALL_BOUND", -1.0)
+    assert step_costs.small_steps(setting).state == "failed"
 
 
 def test_summary_predicts_a_step_by_the_factor_of_the_others():

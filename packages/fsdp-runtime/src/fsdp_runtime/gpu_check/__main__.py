@@ -19,10 +19,9 @@ from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, verdict
 from fsdp_runtime.gpu_check.float8 import check_float8
 from fsdp_runtime.gpu_check.kernels import check_kernels
 from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
-from fsdp_runtime.gpu_check.memory import check_memory
-from fsdp_runtime.gpu_check.parity import BOUNDS, check_setting
+from fsdp_runtime.gpu_check.parity import BOUNDS, Setting, check_setting, settings
 from fsdp_runtime.gpu_check.ranks import Check, run_checks
-from fsdp_runtime.gpu_check.settings import Setting, settings
+from fsdp_runtime.gpu_check.step_costs import check_memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

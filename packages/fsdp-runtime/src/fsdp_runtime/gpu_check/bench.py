@@ -22,11 +22,17 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.dry_run.report.sections import markdown_table
-from fsdp_runtime.gpu_check.bench_attention import attention_contenders, exact_attention
-from fsdp_runtime.gpu_check.bench_peers import Contender, head_contenders, logit_contenders, norm_contenders
+from fsdp_runtime.gpu_check.bench_peers import (
+    Contender,
+    attention_contenders,
+    exact_attention,
+    head_contenders,
+    logit_contenders,
+    norm_contenders,
+)
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import machine, optional
-from fsdp_runtime.gpu_check.step_settings import BENCH, TINY_BENCH, StepSetting
+from fsdp_runtime.gpu_check.step_costs import BENCH, TINY_BENCH, StepSetting
 from fsdp_runtime.meters.step_meter import synchronize
 
 #: Seconds after which no further contender is timed.
@@ -84,36 +90,32 @@ class Bench:
     device: torch.device
     sizes: Sizes
     budget: float = BUDGET
-    rows: list[Row] = field(default_factory=list)
     begin: float = field(default_factory=time.perf_counter)
 
     def run(self) -> list[Row]:
         """Measure every section, and return its rows."""
         copied, multiplied = self._copied(), self._multiplied()
-        self.rows.append(Row("Ceilings", "copy", f"{copied / 1e9:.0f} GB/s read and written"))
-        self.rows.append(Row("Ceilings", "bfloat16 product", f"{multiplied / 1e12:.1f} TFLOP/s"))
+        rows = [
+            Row("Ceilings", "copy", f"{copied / 1e9:.0f} GB/s read and written"),
+            Row("Ceilings", "bfloat16 product", f"{multiplied / 1e12:.1f} TFLOP/s"),
+        ]
         sections = self._logits(copied), self._heads(multiplied), self._norms(copied), self._attention(multiplied)
         for section in (*sections, self._steps()):
             for row in section:
-                self.rows.append(row)
+                rows.append(row)
                 sys.stderr.write(f"  {row.section}: {row.what}, {row.shape}\n")
-        return self.rows
+        return rows
 
     def _copied(self) -> float:
         """Return the bytes that a copy reads and writes in a second."""
         source = torch.empty(self.sizes.copy, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        return 2 * source.nbytes / self.milliseconds(lambda: target.copy_(source)) * 1e3
+        return 2 * source.nbytes / self._timed(lambda: target.copy_(source))[0] * 1e3
 
     def _multiplied(self) -> float:
-        """Return the operations of a product in a second."""
         size = self.sizes.product
         square = torch.randn(size, size, device=self.device).bfloat16()
-        return 2 * size**3 / self.milliseconds(lambda: square @ square) * 1e3
-
-    def milliseconds(self, call: Callable[[], Any]) -> float:
-        """Return the median milliseconds of a call on the device."""
-        return self._timed(call)[0]
+        return 2 * size**3 / self._timed(lambda: square @ square)[0] * 1e3
 
     def _timed(self, call: Callable[[], Any]) -> tuple[float, float]:
         """Return the median milliseconds until a call is done, and until the host has launched it."""
@@ -175,7 +177,7 @@ class Bench:
         if output.dim() == exact.dim() and not contender.name.endswith("with entropy"):
             error = float((output[: len(exact)].double() - exact).abs().max())
         del output
-        forward_ms, (both_ms, host_ms) = self.milliseconds(forward), self._timed(both)
+        (forward_ms, _), (both_ms, host_ms) = self._timed(forward), self._timed(both)
         rates = floors[0] / forward_ms, floors[1] / both_ms
         return Row("", contender.name, "", forward_ms, both_ms, *rates, host_ms, self._peak(both), error)
 
@@ -256,17 +258,16 @@ def _exact(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.log_softmax(logits.double(), -1).gather(-1, targets[:, None])[:, 0]
 
 
-def bench(device: torch.device, output: Path, sizes: Sizes | None = None, budget: float = BUDGET) -> list[Row]:
-    """Measure a device, write a Markdown page to ``output`` and the same as JSON beside it, and return the rows."""
+def bench(device: torch.device, output: Path) -> None:
+    """Measure a device, and write a Markdown page to ``output`` and the same as JSON beside it."""
     if optional("rl_logprobs") is None:
         rows = [Row("From logits", "rl-logprobs", "", note="not installed")]
     else:
-        rows = Bench(device, sizes or (SMALL if device.type == "cpu" else Sizes()), budget).run()
+        rows = Bench(device, SMALL if device.type == "cpu" else Sizes()).run()
     facts = machine(device.type)
     output.write_text(page(rows, facts), encoding="utf-8")
     data = {"machine": {fact.what: fact.figure for fact in facts}, "rows": [asdict(row) for row in rows]}
     output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    return rows
 
 
 _HEADER = ("what", "shape", "forward ms", "both ms", "of the ceiling", "host ms", "MiB", "error", "")

@@ -39,8 +39,12 @@ def largest(values: Iterable[float]) -> float:
 
 def within(section: str, what: str, value: float, bound: float, unit: str = "") -> CheckResult:
     """Return a finding that passes if ``value`` is at most ``bound``."""
-    state: Literal["passed", "failed"] = "passed" if value <= bound else "failed"  # NaN fails
-    return CheckResult(section, what, f"{value:.2g}{unit}", f"at most {bound:.2g}{unit}", state)
+    return judged(section, what, f"{value:.2g}{unit}", f"at most {bound:.2g}{unit}", value <= bound)  # NaN fails
+
+
+def judged(section: str, what: str, figure: str, bound: str, passed: bool) -> CheckResult:
+    """Return a finding with its verdict."""
+    return CheckResult(section, what, figure, bound, "passed" if passed else "failed")
 
 
 def markdown(findings: Sequence[CheckResult], seconds: float | None = None) -> str:

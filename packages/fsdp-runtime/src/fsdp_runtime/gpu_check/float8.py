@@ -13,7 +13,7 @@ from fsdp_runtime import MeshSpec, parallelize
 from fsdp_runtime.errors import BackendError, ModelError, OptionError
 from fsdp_runtime.gpu_check.bench import SMALL, Bench
 from fsdp_runtime.gpu_check.bench_peers import Contender
-from fsdp_runtime.gpu_check.check_result import CheckResult
+from fsdp_runtime.gpu_check.check_result import CheckResult, judged
 from fsdp_runtime.gpu_check.machine import World
 from fsdp_runtime.steps import Float8
 from fsdp_runtime.steps.float8 import Recipe
@@ -53,9 +53,7 @@ def check_float8(world: World, device: torch.device) -> Iterator[CheckResult]:
         speed, least = plain_ms / both_ms, SPEED if recipe == "tensorwise" and not on_cpu else 0.0
         figure = f"{both_ms:.2f} ms, {speed:.2f} of bfloat16's speed, {peak:.0f} MiB, error {difference:.2g}"
         bound = f"error {ERROR}" + (f", speed {least}" if least else "")
-        yield CheckResult(
-            "Float8", what, figure, bound, "passed" if difference <= ERROR and speed >= least else "failed"
-        )
+        yield judged("Float8", what, figure, bound, difference <= ERROR and speed >= least)
 
 
 def _run(model: Any, hidden: Tensor, *_: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -85,13 +86,8 @@ def calls(rl_logprobs: Any, device: torch.device) -> dict[str, Callable[[], list
 
 def largest_difference(call: Callable[[], list[Any]], backends: tuple[str, str] = ("torch", "triton")) -> float:
     """Return the largest difference between two backends, relative to the largest element of a result."""
-    results, before = [], os.environ.get(VARIABLE)
-    try:
-        for backend in backends:
-            os.environ[VARIABLE] = backend
+    results = []
+    for backend in backends:
+        with mock.patch.dict(os.environ, {VARIABLE: backend}):
             results.append([value.detach().float() for value in call()])
-    finally:
-        os.environ.pop(VARIABLE)
-        if before is not None:
-            os.environ[VARIABLE] = before
     return largest(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True))

@@ -154,7 +154,6 @@ class _Agreement:
 
 
 def _show(result: CheckResult) -> CheckResult:
-    """Print a finding while the checks run, and return it."""
     sys.stderr.write(f"  {result.state:9} {result.section}: {result.what}: {result.figure}\n")
     sys.stderr.flush()
     return result

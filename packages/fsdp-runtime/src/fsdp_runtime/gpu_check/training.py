@@ -29,12 +29,11 @@ from fsdp_runtime import (
     replay_routes,
     save_weights,
 )
-from fsdp_runtime.gpu_check.check_result import CheckResult, largest, within
+from fsdp_runtime.gpu_check.check_result import CheckResult, judged, largest, within
 from fsdp_runtime.gpu_check.machine import World, optional
 from fsdp_runtime.gpu_check.models import build, inputs_of, loss_of
-from fsdp_runtime.gpu_check.parity import BOUNDS, backward, gradient_difference, own_part, worst
+from fsdp_runtime.gpu_check.parity import BOUNDS, Setting, backward, gradient_difference, own_part, worst
 from fsdp_runtime.gpu_check.ranks import NotRun
-from fsdp_runtime.gpu_check.settings import Setting
 from fsdp_runtime.meters.step_meter import synchronize
 from fsdp_runtime.sync import ModelShards, execute_transfer, verify_transfer
 
@@ -46,16 +45,19 @@ MAX_NORM, RUN_BOUND = 1.0, 1e-3
 def check_steps(sizes: dict[str, int], world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield the largest difference of losses and norms between a run on a mesh and one process."""
     clip = clipping()
-    reference = build("dense").to(device)
-    model = copy.deepcopy(reference)
-    mesh = MeshSpec(**sizes).build(device_type=device.type)
-    parallelize(model, mesh)
+    model, mesh, reference = _on_mesh("dense", sizes, device)
     expected = list(_run(reference, None, nn.utils.clip_grad_norm_, device))
     figures = list(_run(model, mesh, clip, device))
     pairs = zip((v for step in figures for v in step), (v for step in expected for v in step), strict=True)
     difference = largest(abs(value - single) / single for value, single in pairs)
     what = f"losses and norms of {STEPS} steps, fused AdamW, {Setting(sizes)} ({world.name})"
     yield within("Training", what, worst(difference, device), RUN_BOUND)
+
+
+def _on_mesh(kind: str, sizes: dict[str, int], device: torch.device) -> tuple[nn.Module, DeviceMesh, nn.Module]:
+    """Return a small model on a mesh, the mesh, and the model of one process."""
+    reference, mesh = build(kind).to(device), MeshSpec(**sizes).build(device_type=device.type)
+    return parallelize(copy.deepcopy(reference), mesh), mesh, reference
 
 
 def clipping() -> Any:
@@ -85,14 +87,11 @@ def _run(model: nn.Module, mesh: DeviceMesh | None, clip: Any, device: torch.dev
 
 def check_routes(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield the differences of recorded routes, and of gradients under replayed other routes, from one process."""
-    reference = build("routed").to(device)
+    model, mesh, reference = _on_mesh("routed", {"dp_shard": world.size, "ep": world.size}, device)
     inputs, targets = inputs_of("routed", device, torch.float32)
     with torch.no_grad(), record_routes(reference) as routes:
         reference(**inputs)
     stacked = routes.stacked().to(device)
-    model = copy.deepcopy(reference)
-    mesh = MeshSpec(dp_shard=world.size, ep=world.size).build(device_type=device.type)
-    parallelize(model, mesh)
 
     def own(layers: Tensor) -> Tensor:
         rows = layers.transpose(0, 1).reshape(*targets.shape, *layers.shape[::2])
@@ -139,7 +138,6 @@ def check_weights(world: World, device: torch.device) -> Iterator[CheckResult]:
 
 
 def _zeros(model: nn.Module) -> nn.Module:
-    """Return a copy of a model with zeros in its parameters."""
     zeros = copy.deepcopy(model)
     for parameter in zeros.parameters():
         nn.init.zeros_(parameter)
@@ -156,9 +154,7 @@ def parameter_difference(model: nn.Module, reference: nn.Module) -> float:
 
 def check_offload(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield the bytes that an offload frees; it raises if the device does not get them back."""
-    before = build("dense").to(device)
-    model = copy.deepcopy(before)
-    parallelize(model, MeshSpec(dp_shard=world.size).build(device_type=device.type))
+    model, _, before = _on_mesh("dense", {"dp_shard": world.size}, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     inputs, targets = inputs_of("dense", device, torch.float32)
     backward(loss_of(model, inputs, targets, targets.numel()))
@@ -169,8 +165,8 @@ def check_offload(world: World, device: torch.device) -> Iterator[CheckResult]:
     figure = f"{report.total:,} bytes moved, {returned.total:,} back, difference {difference:.2g}"
     if report.allocated_before is not None and report.allocated_after is not None:
         figure += f"; {report.allocated_before - report.allocated_after:,} of {report.allocated_before:,} bytes freed"
-    state: Any = "passed" if returned.total == report.total and difference == 0 else "failed"
-    yield CheckResult("Offload", f"parameters, gradients, optimizer ({world.name})", figure, "all, unchanged", state)
+    unchanged = returned.total == report.total and difference == 0
+    yield judged("Offload", f"parameters, gradients, optimizer ({world.name})", figure, "all, unchanged", unchanged)
 
 
 def check_host_waits(kind: str, world: World, device: torch.device) -> Iterator[CheckResult]:
@@ -178,8 +174,7 @@ def check_host_waits(kind: str, world: World, device: torch.device) -> Iterator[
     if device.type != "cuda":
         raise NotRun("only CUDA and ROCm devices count synchronizing calls")
     clip = clipping()
-    model = build(kind).to(device).train()
-    parallelize(model, MeshSpec(dp_shard=world.size).build(device_type=device.type))
+    model = _on_mesh(kind, {"dp_shard": world.size}, device)[0].train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     inputs, targets = inputs_of(kind, device, torch.float32)
     places: Counter[str] = Counter()
