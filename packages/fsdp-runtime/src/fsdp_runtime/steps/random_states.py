@@ -12,11 +12,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, cast
 
@@ -74,20 +73,19 @@ class RandomStates(Step[None]):
         seeds = _RankSeeds(states, (tp.get_local_rank() + 1) * _OVER_TP)
         mixers = [mixer for mixer in setup.facts.token_mixers if is_sharded(mixer, plan)]
         plain = {mixer.module for mixer in mixers if _drops_only_weights(mixer)}
-        wrap(plain, _RankDraws, seeds=seeds, draws=lambda module, _: bool(getattr(module, _ATTENTION)))
-        if plan.sequence_parallel:
-            dropouts = [module for module in model.modules() if isinstance(module, _DROPOUT)]
-            wrap(dropouts, _RankDraws, seeds=seeds, draws=lambda module, args: module.p and _is_sharded(args[0]))
-        groups: dict[tuple[Any, ...], list[nn.Module]] = defaultdict(list)
         others = {mixer.module for mixer in mixers} - plain
+        groups: dict[tuple[Any, ...], list[nn.Module]] = defaultdict(list)
         for module in model.modules():
+            if module in plain:
+                groups[(_ATTENTION,), ()].append(module)
+                continue
             heads = tuple(_names(module)) if module in others else ()
-            tokens = tuple(_functional_amounts(module)) if plan.sequence_parallel and module not in plain else ()
+            tokens = tuple(_functional_amounts(module)) if plan.sequence_parallel else ()
             if heads or tokens:
-                functions = (*[_divides_heads] * bool(heads), *[_divides_tokens] * bool(tokens))
-                groups[(*heads, *tokens), functions].append(module)
-        for (names, functions), modules in groups.items():
-            wrap(modules, _RankDraws, seeds=seeds, draws=partial(_draws_by, names), functions=functions)
+                tests = (*[_divides_heads] * bool(heads), *[_divides_tokens] * bool(tokens))
+                groups[(*heads, *tokens), tests].append(module)
+        for (names, tests), modules in groups.items():
+            wrap(modules, _RankDraws, seeds=seeds, names=names, tests=tests)
 
 
 #: A module, the owner of an attribute (the module or its config), and the attribute's name.
@@ -95,7 +93,6 @@ _Source = tuple[nn.Module, Any, str]
 
 
 def _sources(model: nn.Module) -> list[_Source]:
-    """Return the probabilities and amounts of noise in a model."""
     sources: dict[tuple[int, str], _Source] = {}
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
@@ -120,9 +117,11 @@ def _names(module: nn.Module) -> Iterator[str]:
 
 
 def _functional_amounts(module: nn.Module) -> Iterator[str]:
-    """Yield the names of the probabilities with which a module's code may call ``F.dropout``."""
+    """Yield the names of the probabilities with which a module's code may call functions of dropout."""
     read = {name for name in referenced_names(type(module)) if "dropout" in name}
-    if not isinstance(module, _DROPOUT) and any(not isinstance(getattr(module, n, None), nn.Module) for n in read):
+    if isinstance(module, _DROPOUT):
+        yield "p"
+    elif any(not isinstance(getattr(module, name, None), nn.Module) for name in read):
         yield from (f"config.{name}" for name in _amounts(getattr(module, "config", None)))
         yield from _amounts(module)
 
@@ -153,7 +152,6 @@ class _SharedSeed:
         return _SharedSeed(self.tp, self.cp_rank, deepcopy(self.sources, memo), self.states)
 
     def before(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Set the seed of the first rank of ``tp``."""
         if not any(module.training and (getattr(owner, name, 0) or 0) > 0 for module, owner, name in self.sources):
             self.rank_states.append(None)
             return
@@ -202,14 +200,16 @@ class _RankDraws(Wrapper):
 
     effect = "draws for a rank's heads or tokens"
     seeds: ClassVar[_RankSeeds]
-    draws: ClassVar[Callable[[Any, Any], bool]]  # of the module and its arguments
-    functions: ClassVar[tuple[Callable[..., bool], ...]] = ()  # tests of calls to seed; if empty, the whole forward
+    names: ClassVar[tuple[str, ...]]  # of the probabilities
+    tests: ClassVar[tuple[Callable[..., bool], ...]]  # of the calls to seed; if empty, the whole forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward, cls = super().forward, type(self)  # type: ignore[misc]
-        if torch.compiler.is_compiling() or not (self.training and cls.draws(self, (*args, *kwargs.values()))):  # type: ignore[attr-defined]
+        forward, module = super().forward, cast(Any, self)  # type: ignore[misc]
+        if torch.compiler.is_compiling() or not module.training:
             return forward(*args, **kwargs)
-        with _SeededCalls(self.seeds, cls.functions) if cls.functions else self.seeds.seeded():
+        if not any((attrgetter(name)(module) or 0) > 0 for name in self.names):
+            return forward(*args, **kwargs)
+        with _SeededCalls(self.seeds, self.tests) if self.tests else self.seeds.seeded():
             return forward(*args, **kwargs)
 
 
@@ -228,10 +228,6 @@ class _SeededCalls(TorchFunctionMode):
             return function(*args, **kwargs)
 
 
-def _draws_by(names: Iterable[str], module: Any, _args: Any) -> bool:
-    return any((attrgetter(name)(module) or 0) > 0 for name in names)
-
-
 def _divides_heads(function: Any, args: Any, _kwargs: Any) -> bool:
     """Return True for dropout of attention weights ``[batch, heads, ..., ...]``."""
     return function in _OF_HEADS and bool(args) and args[0].dim() == _DIMS_OF_HEADS
@@ -239,8 +235,6 @@ def _divides_heads(function: Any, args: Any, _kwargs: Any) -> bool:
 
 def _divides_tokens(function: Any, args: Any, kwargs: Any) -> bool:
     """Return True for dropout of activations that are sharded on the sequence."""
-    return function is nn.functional.dropout and _is_sharded(args[0] if args else kwargs.get("input"))
-
-
-def _is_sharded(activations: Any) -> bool:
-    return isinstance(activations, DTensor) and any(placement.is_shard() for placement in activations.placements)
+    activations = args[0] if args else kwargs.get("input")
+    is_sharded = isinstance(activations, DTensor) and any(placement.is_shard() for placement in activations.placements)
+    return is_sharded and "dropout" in getattr(function, "__name__", "")
