@@ -24,7 +24,7 @@ from fsdp_runtime.model import inspect_model
 from fsdp_runtime.optim import CPUOffloadAdamW, Muon, param_groups
 from fsdp_runtime.steps import CheckInputs, GlobalAuxLoss, MultiTokenHeads, RouterBalance, Routes
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
-from fsdp_runtime.steps.multi_token_layouts import LAYOUTS
+from fsdp_runtime.steps.multi_token_heads import LAYOUTS
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.trainers import training_arguments as trainers
 from fsdp_runtime.trainers.logits import check_heads
@@ -370,8 +370,6 @@ CASES: Provocations = {
         "OptionError: has 1 head": lambda: _multi_token(count=0),
         "LayoutError: embed the next tokens": _multi_token,
         "ModelError: was passed by": _passed_by,
-    },
-    "fsdp_runtime/steps/multi_token_layouts.py": {
         "ModelError: has no known multi-token heads": lambda: MultiTokenHeads(_llama()),
         "ModelError: give the config mtp_layer_types": lambda: LAYOUTS["exaone_moe"].types(
             SimpleNamespace(model_type=""), 1

@@ -25,7 +25,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.errors import LayoutError, RoutesError
 from fsdp_runtime.steps import MultiTokenHeads
-from fsdp_runtime.steps.multi_token_layouts import LAYOUTS
+from fsdp_runtime.steps.multi_token_heads import LAYOUTS
 from harness.float64 import compute_in_float64
 from harness.models import tiny_inputs
 from harness.parity import gradient_errors, largest, mesh_for

@@ -142,7 +142,7 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
         selective = SelectiveCheckpoint() if self.mode == "selective" else self.mode
         saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
         exchanged = routers_of(setup.structure) if checked and setup.expert_plan is not None else None
-        documents = runtime_state(model).documents
+        documents = runtime_state(setup.facts.base_model).documents
         modules = {path: model.get_submodule(path) for path in checked}
         wrap(modules.values(), Recomputing)
         for path, module in modules.items():

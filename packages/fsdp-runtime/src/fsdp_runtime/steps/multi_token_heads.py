@@ -7,13 +7,14 @@ further blocks in its list do not change it.  Plans, FSDP2, checkpointing and lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from fsdp_runtime._peft_compat import base_model
@@ -24,9 +25,84 @@ from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.context.outputs import GlobalRows
 from fsdp_runtime.steps.context.step import inputs_of, under_context_parallelism
-from fsdp_runtime.steps.documents.documents import Documents
-from fsdp_runtime.steps.multi_token_layouts import head_layout
+from fsdp_runtime.steps.documents.isolation import map_full
 from fsdp_runtime.wrap import Wrapper, hook_forward, hook_model, wrap
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The checkpoint's names of a head, and the kind of its block."""
+
+    #: Renamings from a checkpoint, applied in turn; ``{head}`` is the prefix in the model, ``{depth}`` counts from 0.
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    attention: str | None = "full_attention"  # the block's entry in ``layer_types``; ``None``: the config states it
+    mlp: str = "sparse"  # and in ``mlp_layer_types``
+    several: bool = True
+
+    def renamings(self, heads: Mapping[int, str]) -> dict[str, str]:
+        """Return the renamings of heads by their depth and their prefix in the model."""
+        return {
+            source.format(depth=depth, head=head): target.format(depth=depth, head=head)
+            for depth, head in heads.items()
+            for source, target in self.prefixes.items()
+        }
+
+    def types(self, config: Any, count: int) -> dict[str, list[str]]:
+        """Return the types of ``count`` heads in the lists of a config; its own fields for heads take precedence."""
+        attention = getattr(config, "mtp_layer_types", None) or ([self.attention] * count if self.attention else [])
+        mlp = getattr(config, "mtp_mlp_layer_types", None) or [self.mlp] * count
+        if len(attention) < count or len({*attention[:count]}) > 1:
+            raise ModelError(
+                f"{count} multi-token heads of {config.model_type} with mtp_layer_types={attention}: give the config "
+                "mtp_layer_types with the same type for each head, such as ['full_attention']"
+            )
+        return {"layer_types": attention[:count], "mlp_layer_types": mlp[:count], "indexer_types": ["full"] * count}
+
+
+_NORM_BEHIND = {"{head}final_layernorm.": "{head}shared_head.norm."}
+_BLOCKS = HeadLayout()
+_BLOCKS_WITH_NORM = HeadLayout(_NORM_BEHIND)
+_QWEN_NAMES = {
+    "mtp.layers.0.": "{head}",
+    "mtp.fc.": "{head}eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "{head}enorm.",
+    "mtp.pre_fc_norm_hidden.": "{head}hnorm.",
+    "mtp.norm.": "{head}shared_head.norm.",
+}
+_QWEN = HeadLayout(_QWEN_NAMES, several=False)
+_INDEXED = HeadLayout(attention="indexed_attention")
+_MIMO_NAMES = {
+    "model.mtp.layers.{depth}.": "{head}",
+    "{head}pre_mlp_layernorm.": "{head}post_attention_layernorm.",
+    **_NORM_BEHIND,
+}
+
+#: By ``model_type``.
+LAYOUTS: Mapping[str, HeadLayout] = {
+    "bailing_hybrid": _BLOCKS_WITH_NORM,
+    "deepseek_v3": _BLOCKS,
+    "deepseek_v32": _INDEXED,
+    "exaone_moe": HeadLayout(_QWEN_NAMES, attention=None, mlp="dense", several=False),
+    "glm4_moe": _BLOCKS,
+    "glm4_moe_lite": _BLOCKS,
+    "glm_moe_dsa": _INDEXED,
+    "hy_v3": _BLOCKS_WITH_NORM,
+    "mellum": HeadLayout(_QWEN_NAMES, "sliding_attention", several=False),
+    "mimo_v2_flash": HeadLayout(_MIMO_NAMES, "sliding_attention", "dense"),
+    "qwen3_5_moe_text": _QWEN,
+    "qwen3_5_text": _QWEN,
+    "qwen3_next": _QWEN,
+}
+#: Reasons against training the heads of other families.
+REFUSED: Mapping[str, str] = {
+    "deepseek_v4": "its heads mix the streams of hyper-connections",
+    "ernie4_5_moe": "its heads share the trunk's last norm in training, and engines apply no norm",
+    "inkling_text": "its trunk runs every block of its list",
+    "longcat_flash": "its heads are dense blocks, which its decoder's class does not build",
+    "nemotron_h": "its trunk runs every block of its list, and a head is two blocks",
+    "sarvam_mla": "its checkpoints have none",
+    "sarvam_moe": "its checkpoints have none",
+}
 
 
 class MultiTokenHeads:
@@ -74,7 +150,7 @@ class MultiTokenHeads:
         base = base_model(model)
         config: Any = getattr(base, "config", None)
         kind = str(getattr(config, "model_type", None))
-        layout = head_layout(kind if calls_loss_function(base) else "", type(base).__name__)
+        layout = _head_layout(kind if calls_loss_function(base) else "", type(base).__name__)
         if runtime_state(base).multi_token:
             raise ModelError(f"{type(base).__name__} has multi-token heads already: use them, or a fresh model")
         if any(isinstance(parameter, DTensor) for parameter in base.parameters()):
@@ -95,7 +171,12 @@ class MultiTokenHeads:
         self._arguments: dict[str, Any] = {}
         trunk = base.get_decoder()
         lender = _lender(trunk.layers, config, types["layer_types"][0])
-        first = _append(base, trunk.layers, lender, types, count)
+        first = len(trunk.layers)
+        with longer_config(config, types, count):
+            for index in range(first, first + count):
+                head = initial_head(base, lender, trunk.layers, index)
+                wrap([head], _Head)
+                trunk.layers.append(head)
         prefixes = {depth: f"{base.base_model_prefix}.layers.{first + depth}." for depth in range(count)}
         rename_in_checkpoints(base, layout.renamings(prefixes))
         runtime_state(base).multi_token, runtime_state(base).multi_token_heads = count, self
@@ -140,9 +221,9 @@ class MultiTokenHeads:
 
     def _loss(self, hidden: Tensor, labels: Tensor, depth: int, rows: GlobalRows | None, items: Any) -> Tensor:
         targets = _shifted(labels, depth + 1, rows, -100)
-        documents = _documents(self._base)
-        if documents is not None:
-            numbers = documents.numbers
+        documents = runtime_state(self._base).documents
+        if documents is not None and documents.current is not None:
+            numbers = documents.current.numbers
             ends = numbers != pad(numbers[:, depth + 1 :], (0, depth + 1))
             targets = targets.masked_fill(ends if rows is None else rows.layout.shard(ends), -100)
         with _frozen(self._base.get_output_embeddings(), self.detach):
@@ -153,8 +234,6 @@ class MultiTokenHeads:
 
 
 class _Head(Wrapper):
-    """Mixed in before the class of a decoder's block."""
-
     effect = "is a multi-token head"
 
     enorm: nn.Module
@@ -164,23 +243,19 @@ class _Head(Wrapper):
 
     def forward(self, hidden: Tensor, embedded: Tensor, **arguments: Any) -> Tensor:
         """Return the states ``[batch, seq, features]`` of a head from the states before it and the next embeddings."""
-        output = super().forward(_on_full_rows(self._join, hidden, embedded), **arguments)  # type: ignore[misc]
-        return _on_full_rows(self.shared_head.norm, output[0] if isinstance(output, tuple) else output)
+        output = super().forward(map_full(self._join, hidden, embedded), **arguments)  # type: ignore[misc]
+        return map_full(self.shared_head.norm, output[0] if isinstance(output, tuple) else output)
 
     def _join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         joined: Tensor = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         return joined
 
 
-def _on_full_rows(call: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Call modules of a head without a plan on full rows; the result is sharded as the states."""
-    first = states[0]
-    if not isinstance(first, DTensor):
-        return call(*states)
-    full = [Replicate()] * first.device_mesh.ndim
-    local = [each.redistribute(placements=full).to_local() if isinstance(each, DTensor) else each for each in states]
-    result = DTensor.from_local(call(*local), first.device_mesh, full, run_check=False)
-    return result.redistribute(placements=first.placements)
+def _head_layout(kind: str, name: str) -> HeadLayout:
+    if kind in LAYOUTS:
+        return LAYOUTS[kind]
+    reason = f": {REFUSED[kind]}" if kind in REFUSED else ""
+    raise ModelError(f"{name} has no known multi-token heads{reason}; known are {', '.join(LAYOUTS)}")
 
 
 def _lender(blocks: nn.ModuleList, config: Any, attention: str) -> Any:
@@ -192,31 +267,12 @@ def _lender(blocks: nn.ModuleList, config: Any, attention: str) -> Any:
     raise ModelError(f"multi-token heads need a block of {attention}: layer_types={types} has none")
 
 
-def _append(base: Any, blocks: nn.ModuleList, last: Any, types: Mapping[str, list[str]], count: int) -> int:
-    """Append heads to a decoder's blocks, and return the place of the first."""
-    first = len(blocks)
-    with longer_config(base.config, types, count):
-        for index in range(first, first + count):
-            head = initial_head(base, last, blocks, index)
-            wrap([head], _Head)
-            blocks.append(head)
-    return first
-
-
 def _shifted(tokens: Tensor, places: int, rows: GlobalRows | None, filler: int) -> Tensor:
     """Return the tokens ``places`` further on in the full rows, for this rank's tokens."""
     share = None if rows is None else rows.layout.length // rows.layout.ranks
     full = tokens if rows is None or tokens.shape[1] != share else rows.full(tokens)
     shifted = pad(full[:, places:], (0, min(places, full.shape[1])), value=filler)
     return shifted if rows is None else rows.layout.shard(shifted)
-
-
-def _documents(base: nn.Module) -> Documents | None:
-    """Return the documents of the current rows."""
-    if under_context_parallelism(base):
-        return inputs_of(base).attention.documents.current
-    documents = runtime_state(base).documents
-    return None if documents is None else documents.current
 
 
 @contextmanager

@@ -187,7 +187,7 @@ class ContextParallel(Step[None]):
         gathered = gather_for(mixers, attention)
         state = runtime_state(model)
         state.gathered = replace(gathered, modules=(*gathered.modules, *between))
-        state.documents = attention.documents
+        runtime_state(facts.base_model).documents = attention.documents
         spread, full = (
             dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
             for by_functions in (True, False)

@@ -114,13 +114,15 @@ def map_arguments(
     return changed, {name: change(name, value) for name, value in kwargs.items()}
 
 
-def map_full(function: Callable[..., Tensor], *tensors: DTensor) -> DTensor:
+def map_full(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Compute a function of full tensors on every rank; the result has the placements of the first tensor."""
     first = tensors[0]
-    full = [tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim) for tensor in tensors]
-    local = function(*(tensor.to_local(grad_placements=tensor.placements) for tensor in full))
-    mapped = DTensor.from_local(local, first.device_mesh, full[0].placements, run_check=False)
-    return mapped.redistribute(placements=first.placements)
+    if not isinstance(first, DTensor):
+        return function(*tensors)
+    full = [Replicate()] * first.device_mesh.ndim
+    local = [each.redistribute(placements=full).to_local() if isinstance(each, DTensor) else each for each in tensors]
+    result = DTensor.from_local(function(*local), first.device_mesh, full, run_check=False)
+    return result.redistribute(placements=first.placements)
 
 
 def is_padding_mask(name: str, value: Any) -> bool:

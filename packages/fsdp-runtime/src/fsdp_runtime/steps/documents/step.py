@@ -72,7 +72,7 @@ class PackedSequences(Step[None]):
         if not self.isolate:
             warn_of_packed_rows(model, setup.facts)
             return
-        documents = runtime_state(model).documents = CurrentDocuments()
+        documents = runtime_state(setup.facts.base_model).documents = CurrentDocuments()
         mixers = setup.facts.token_mixers
         for isolation in get_args(Isolation):
             modules = [mixer.module for mixer in mixers if mixer.isolation == isolation]
