@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from coverage.pipeline import PIPELINE_BOUND, measure_pipeline, pipeline_outcome
 from coverage.pipeline_routes import measure_routes
 from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import ModelError, parallelize, submesh, unsharded
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps import Pipeline, forward_backward, forward_only
+from fsdp_runtime.steps.pipeline.state import summing_shared_gradients
 from harness.adapters import filled
 from harness.float64 import compute_in_float64
 from harness.parity import gradient_errors, largest, mesh_for
@@ -152,6 +155,26 @@ def _errors_of_accumulated_gradients() -> dict[str, float]:
 def test_forward_backward_inside_unsharded_adds_to_earlier_gradients(four_ranks: RankPool) -> None:
     for errors in four_ranks.run(_errors_of_accumulated_gradients):
         assert not {name: error for name, error in errors.items() if not error <= PIPELINE_BOUND}
+
+
+def _shared_gradients_after_an_error() -> dict[str, bool]:
+    """Whether each parameter on several ranks keeps its earlier gradient if a schedule raises."""
+    staged = parallelize(
+        tiny_model(coverage_entries()["gemma2"]), mesh_for({"pp": 2}), steps=(Pipeline(microbatches=2),)
+    )
+    batches = [{"input_ids": torch.arange(9).view(1, 9) + start} for start in (3, 20)]
+    forward_backward(staged, batches, lambda output, _: output.logits.square().mean())
+    record, parameters = runtime_state(staged).stages, dict(staged.named_parameters())
+    earlier = {name: parameters[name].grad for name in record.shared}
+    with suppress(ValueError), summing_shared_gradients(staged, record):
+        raise ValueError("planted")
+    return {name: gradient is not None and parameters[name].grad is gradient for name, gradient in earlier.items()}
+
+
+def test_summing_shared_gradients_keeps_earlier_ones_after_an_error(two_ranks: RankPool) -> None:
+    for kept in two_ranks.run(_shared_gradients_after_an_error):
+        assert kept
+        assert all(kept.values())
 
 
 def _modes_after_a_failing_batch() -> tuple[str, set[bool]]:

@@ -84,13 +84,12 @@ CASES: Provocations = {
         "ModelError: multi-token heads": lambda: _refuse(Pipeline(), _with_heads()),
         "ModelError: records only its blocks": lambda: _refuse(Pipeline(), _recording()),
         "ModelError: its small copy raises": lambda: _refuse(Pipeline(), _own()),
-    },
-    "fsdp_runtime/steps/pipeline/split.py": {
         "OptionError: each stage needs a block": lambda: _refuse(Pipeline(), axes={"pp": 4}),
     },
     "fsdp_runtime/steps/pipeline/trace.py": {
         "ModelError: calls its blocks in the order": lambda: _refuse(Pipeline(), row("dory")),
         "ModelError: after its last block": lambda: _refuse(Pipeline(), row("inkling2_text")),
+        "OptionError: does not take: leave the media out": lambda: _scheduled(pixel_values=torch.zeros(1)),
     },
     "fsdp_runtime/steps/pipeline/parts.py": {
         "ModelError: outside of a pipeline schedule": lambda: _in_stages(lambda model: model(input_ids=ids(1, 4))),
@@ -104,9 +103,6 @@ CASES: Provocations = {
             lambda model: forward_backward(model, [{}] * 4), row("qwen3, classifier")
         ),
         "OptionError: has no labels": lambda: _scheduled(input_ids=ids(1, 4)),
-    },
-    "fsdp_runtime/steps/pipeline/media.py": {
-        "OptionError: does not take: leave the media out": lambda: _scheduled(pixel_values=torch.zeros(1)),
     },
     "fsdp_runtime/steps/pipeline/shapes.py": {
         "ModelError: a stage sends torch.float32": lambda: Sent((2,), torch.float32).sent(

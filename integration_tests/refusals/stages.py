@@ -73,7 +73,7 @@ CASES: Provocations = {
     "fsdp_runtime/steps/guards/check_inputs.py": {
         "LayoutError: of one pp group were given different inputs": _staged(_own_tokens)
     },
-    "fsdp_runtime/steps/pipeline/media.py": {"ModelError: after the first stage": _deepstack},
+    "fsdp_runtime/steps/pipeline/trace.py": {"ModelError: after the first stage": _deepstack},
     "fsdp_runtime/meters/model_flops.py": {
         "ModelError: only the blocks of its pipeline stages": _staged(lambda m, d: ModelFlops.of(m)),
     },

@@ -36,7 +36,7 @@ from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.calls import carry_over_parameters, guard_methods, watch_optimizers
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.outputs.step import Outputs
-from fsdp_runtime.steps.pipeline.shared import mark_stage_parameters
+from fsdp_runtime.steps.pipeline.state import mark_stage_parameters
 from fsdp_runtime.steps.pipeline.step import Pipeline, require_pipeline_step
 from fsdp_runtime.steps.quantized.step import Quantized
 from fsdp_runtime.steps.random_states import RandomStates

@@ -20,7 +20,7 @@ from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.steps import Pipeline
-from fsdp_runtime.steps.pipeline.runs import media_of
+from fsdp_runtime.steps.pipeline.parts import media_of
 from fsdp_runtime.steps.pipeline.schedule import run_stages
 from fsdp_runtime.trainers.logits import full
 

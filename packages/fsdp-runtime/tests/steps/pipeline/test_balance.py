@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, JetMoeConfig, LlamaConfig, MixtralConfig
 
 from fsdp_runtime.model import inspect_model
-from fsdp_runtime.steps.pipeline.balance import balanced
+from fsdp_runtime.steps.pipeline.step import balanced
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

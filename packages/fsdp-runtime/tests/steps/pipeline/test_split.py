@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_runtime._torch_compat import merged_parameter_groups
 from fsdp_runtime.steps import Pipeline
-from fsdp_runtime.steps.pipeline.split import ranges_of, split_blocks
+from fsdp_runtime.steps.pipeline.step import ranges_of, split_blocks
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -22,9 +22,8 @@ from fsdp_runtime.dry_run.trace.recorder import Lap, Recording, with_fused_stora
 from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown, Peak, plus
 from fsdp_runtime.parallelism import Parallelism
 from fsdp_runtime.steps import Pipeline
-from fsdp_runtime.steps.pipeline.parts import StagedModel
-from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
-from fsdp_runtime.steps.pipeline.schedule import _accumulating, _Parameters, _Stage
+from fsdp_runtime.steps.pipeline.parts import StagedModel, StageRun, running, stage_inputs
+from fsdp_runtime.steps.pipeline.schedule import ModelParameters, Stage, accumulating
 from fsdp_runtime.steps.pipeline.shapes import Sent, described
 
 #: The tensors that each stage but the last sends.
@@ -206,7 +205,7 @@ class _Record:
         self.split: dict[int, Any] = {}  # results of backwards of inputs, by place
         self.sent: list[Any] = []  # torch waits for the sends of several stages at the end of the schedule
         last, group = len(staged.ranks) - 1, staged.mesh.get_group()
-        self.stage = _Stage(_Parameters(run.model), 0, last + 1, torch.device("cpu"), group=group)
+        self.stage = Stage(ModelParameters(run.model), 0, last + 1, torch.device("cpu"), group=group)
         self.activations = {
             (n, stage): _buffers(shapes[stage - 1]) for n in range(batches) for stage in staged.stages if stage
         }
@@ -227,7 +226,7 @@ class _Record:
         model, recorder = self.run.model, self.run.recorder
         fsdp = model if isinstance(model, FSDPModule) else None
         places = range(len(self.staged.stages))
-        with ExitStack() as gathered, _accumulating(fsdp):
+        with ExitStack() as gathered, accumulating(fsdp):
             if self.staged.schedules.splits_backward:
                 with self._recorded(None), recorder.phase("forward"):
                     gathered.enter_context(unsharded(model))

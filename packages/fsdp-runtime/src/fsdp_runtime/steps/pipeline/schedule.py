@@ -23,11 +23,10 @@ from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import RUNTIME_STATE
-from fsdp_runtime.steps.pipeline.media import require_media_on_first_stage
-from fsdp_runtime.steps.pipeline.parts import StagedModel
-from fsdp_runtime.steps.pipeline.runs import RECORDED, StageRun, Tokens, running, stage_inputs
+from fsdp_runtime.steps.pipeline.parts import RECORDED, StagedModel, StageRun, Tokens, running, stage_inputs
 from fsdp_runtime.steps.pipeline.shapes import device_of, rows_and_tokens, sent_shapes
-from fsdp_runtime.steps.pipeline.shared import summing_shared_gradients
+from fsdp_runtime.steps.pipeline.state import summing_shared_gradients
+from fsdp_runtime.steps.pipeline.trace import require_media_on_first_stage
 from fsdp_runtime.steps.pipeline.values import Value
 
 MicroBatch = Mapping[str, Any]
@@ -74,7 +73,7 @@ def forward_backward(model: nn.Module, micro_batches: Sequence[MicroBatch], loss
             raise OptionError(f"the loss of micro-batch {index} is {value!r}: return a tensor without dimensions")
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    return _run(model, staged, micro_batches, weighted, backward=True)
+    return _Schedule(model, staged, micro_batches, weighted).run(backward=True)
 
 
 def forward_only(
@@ -108,7 +107,7 @@ def forward_only(
         results[index] = output if outputs is None else outputs(output, micro_batches[index])
         return torch.zeros((), device=device_of(model))
 
-    _run(model, staged, micro_batches, keep, backward=False)
+    _Schedule(model, staged, micro_batches, keep).run(backward=False)
     return [results[index] for index in range(len(micro_batches))] if results else None
 
 
@@ -120,23 +119,10 @@ def run_stages(
     A number that the step's schedule does not take runs by a plain schedule over the same stages.
     """
     staged = _staged(model, micro_batches, any_number=True)
-    return _run(model, staged, micro_batches, lambda index, _: last(index), backward=backward, calls=False)
+    return _Schedule(model, staged, micro_batches, lambda index, _: last(index), calls=False).run(backward=backward)
 
 
-def _run(
-    model: nn.Module,
-    staged: StagedModel,
-    batches: Sequence[MicroBatch],
-    end: End,
-    *,
-    backward: bool,
-    calls: bool = True,
-) -> Tensor:
-    with summing_shared_gradients(model, staged) if backward else torch.no_grad():
-        return _Schedule(model, staged, batches, end, calls).run(backward=backward)
-
-
-class _Stage(PipelineStage):
+class Stage(PipelineStage):
     """A stage that takes its micro-batch from the call; its FSDP modules reduce once, after the schedule."""
 
     # torch divides batches into equal parts of tensors; micro-batches here are dicts of any shapes.
@@ -184,28 +170,22 @@ class _Stage(PipelineStage):
         """Do nothing: the stages of a rank reduce together."""
 
     def reduce_gradients(self, model: nn.Module) -> None:
-        """Reduce the gradients of all FSDP modules of the model."""
         drop_placeholders(model)
         self.submod = model
         super().perform_reduce_grad(1)
 
 
-class _Parameters(nn.Module):
+class ModelParameters(nn.Module):
     """Stands for the model in a stage: torch reads its parameters, and does not see FSDP modules."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.__dict__["model"] = model
-
-    def parameters(self, recurse: bool = True) -> Any:
-        return self.__dict__["model"].parameters(recurse)
+        self.__dict__["parameters"] = model.parameters
 
 
 class _Schedule:
-    """One call of a schedule."""
-
     def __init__(
-        self, model: nn.Module, staged: StagedModel, batches: Sequence[MicroBatch], end: End, calls: bool
+        self, model: nn.Module, staged: StagedModel, batches: Sequence[MicroBatch], end: End, *, calls: bool = True
     ) -> None:
         self.model, self.staged, self.batches, self.end, self.calls = model, staged, batches, end, calls
         self.errors: list[Exception] = []
@@ -217,18 +197,22 @@ class _Schedule:
 
     def run(self, *, backward: bool) -> Tensor:
         """Run all micro-batches; return the losses."""
+        with summing_shared_gradients(self.model, self.staged) if backward else torch.no_grad():
+            return self._run(backward)
+
+    def _run(self, backward: bool) -> Tensor:
         step, count = self.staged.schedules, len(self.batches)
         self.shapes = sent_shapes(self.model, self.staged, self.batches)
         stages = [self._stage(stage, backward) for stage in self.staged.stages]
         kind = get_schedule_class(step.schedule_of(count, self.staged.mesh.size()))
         single = issubclass(kind, PipelineScheduleSingle)
-        schedule = kind(stages[0] if single else stages, count, loss_fn=_identity, scale_grads=False)
+        schedule = kind(stages[0] if single else stages, count, loss_fn=lambda loss, _: loss, scale_grads=False)
         losses: list[Tensor] = []
         target = torch.zeros(count, device=device_of(self.model))
         fsdp = self.model if isinstance(self.model, FSDPModule) else None
         try:
             if backward:
-                with _accumulating(fsdp), unsharded(self.model) if step.splits_backward else nullcontext():
+                with accumulating(fsdp), unsharded(self.model) if step.splits_backward else nullcontext():
                     schedule.step(target=target, losses=losses, return_outputs=False)
                     if fsdp is not None:
                         stages[0].reduce_gradients(fsdp)
@@ -240,17 +224,14 @@ class _Schedule:
             raise
         return self._on_all_ranks(losses)
 
-    def _stage(self, stage: int, backward: bool) -> _Stage:
+    def _stage(self, stage: int, backward: bool) -> Stage:
         staged = self.staged
-        received = () if stage == 0 else tuple(s.buffer(backward) for s in self.shapes[stage - 1][None])
-        last = stage == len(staged.ranks) - 1
-        sent = (
-            (torch.empty((), device="meta"),) if last else tuple(s.buffer(backward) for s in self.shapes[stage][None])
-        )
-        made = _Stage(
-            _Parameters(self.model), stage, len(staged.ranks), device_of(self.model), received, sent,
-            group=staged.mesh.get_group(),
-        )  # fmt: skip
+        received = tuple(s.buffer(backward) for s in self.shapes[stage - 1][None]) if stage else ()
+        sent: tuple[Tensor, ...] = (torch.empty((), device="meta"),)  # the loss
+        if stage < len(staged.ranks) - 1:
+            sent = tuple(s.buffer(backward) for s in self.shapes[stage][None])
+        parts, group = ModelParameters(self.model), staged.mesh.get_group()
+        made = Stage(parts, stage, len(staged.ranks), device_of(self.model), received, sent, group=group)
         made.stage_index_to_group_rank = dict(enumerate(staged.ranks))
         made.forward, made.errors = self._forward, self.errors
         return made
@@ -283,7 +264,7 @@ class _Schedule:
 
 
 @contextmanager
-def _accumulating(fsdp: FSDPModule | None) -> Iterator[None]:
+def accumulating(fsdp: FSDPModule | None) -> Iterator[None]:
     """Let FSDP modules keep the gradients of all micro-batches until they are reduced."""
 
     def sync(on: bool) -> None:
@@ -297,10 +278,6 @@ def _accumulating(fsdp: FSDPModule | None) -> Iterator[None]:
         yield
     finally:
         sync(True)
-
-
-def _identity(loss: Tensor, target: Tensor) -> Tensor:
-    return loss
 
 
 def _staged(model: nn.Module, micro_batches: Sequence[MicroBatch], *, any_number: bool = False) -> StagedModel:

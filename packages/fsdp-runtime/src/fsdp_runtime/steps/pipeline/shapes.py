@@ -22,8 +22,7 @@ from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.sharded.shard_offsets import local_box
 from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
-from fsdp_runtime.steps.pipeline.parts import StagedModel
-from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
+from fsdp_runtime.steps.pipeline.parts import StagedModel, StageRun, running, stage_inputs
 from fsdp_runtime.steps.pipeline.values import Value
 from tp_plans.boxes import box_shape
 
@@ -59,7 +58,7 @@ class Sent:
         """Return the tensor without padding."""
         local = buffer[tuple(slice(size) for size in self.shape)]
         if local.requires_grad:
-            local.register_hook(_contiguous)  # type: ignore[no-untyped-call]
+            local.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]  # the layout of sends
         if self.whole is None:
             return local
         strides = torch.empty(self.whole, device="meta").stride()
@@ -68,13 +67,6 @@ class Sent:
         )
 
 
-def _contiguous(gradient: Tensor) -> Tensor:
-    """Return the gradient in the layout in which it is sent."""
-    return gradient.contiguous()
-
-
-#: Keywords with which every stage computes masks and positions.
-_OF_ALL_STAGES = ("input_ids", "attention_mask", "position_ids")
 Shapes = list[dict[int | None, tuple[Sent, ...]]]
 
 
@@ -83,7 +75,12 @@ def sent_shapes(model: nn.Module, staged: StagedModel, batches: Sequence[Mapping
     sizes = [rows_and_tokens(batch) for batch in batches]
     known = staged.shapes
     if not known:
-        _require_equal_tokens(staged, batches)
+        names = ("input_ids", "attention_mask", "position_ids")  # every stage computes masks and positions with them
+        inputs = {
+            f"micro-batch {index}": {"rows and tokens": size, **{name: batch.get(name) for name in names}}
+            for index, (batch, size) in enumerate(zip(batches, sizes, strict=True))
+        }
+        assert_inputs_equal(staged.mesh, inputs, axis="pp")
     for index, size in enumerate(sizes):
         if size not in known:
             known[size] = _computed(staged, size) or _probe(model, staged, batches[index])
@@ -93,15 +90,6 @@ def sent_shapes(model: nn.Module, staged: StagedModel, batches: Sequence[Mapping
         by_batch[None] = tuple(_largest(same) for same in zip(*by_batch.values(), strict=True))
         shapes.append(by_batch)
     return shapes
-
-
-def _require_equal_tokens(staged: StagedModel, batches: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all stages were given micro-batches of the same tokens."""
-    inputs = {
-        f"micro-batch {index}": {"rows and tokens": rows_and_tokens(batch), **{n: batch.get(n) for n in _OF_ALL_STAGES}}
-        for index, batch in enumerate(batches)
-    }
-    assert_inputs_equal(staged.mesh, inputs, axis="pp")
 
 
 def _computed(staged: StagedModel, size: tuple[int, ...]) -> list[tuple[Sent, ...]] | None:
@@ -149,7 +137,7 @@ def _probe(model: nn.Module, staged: StagedModel, batch: Mapping[str, Any]) -> l
         if rank == staged.rank:
             try:
                 with _evaluating(model):
-                    answer = [[described(tensor) for tensor in _forward(model, staged, stage, batch, results)]]
+                    answer = [[described(tensor) for tensor in _on_zeros(model, staged, stage, batch, results)]]
             except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
                 answer = [f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(answer, dist.get_global_rank(group, rank), group=group)
@@ -161,7 +149,6 @@ def _probe(model: nn.Module, staged: StagedModel, batch: Mapping[str, Any]) -> l
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode inside the ``with``."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -171,10 +158,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _forward(
+def _on_zeros(
     model: nn.Module, staged: StagedModel, stage: int, batch: Mapping[str, Any], results: Sequence[tuple[Sent, ...]]
 ) -> tuple[Tensor, ...]:
-    """Run a stage on zeros."""
     values = staged.sent[stage - 1] if stage else ()
     zeros = partial(torch.zeros, device=device_of(model))
     tensors = [each.received(zeros(each.shape, dtype=each.dtype)) for each in results[-1]] if stage else []

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._peft_compat import base_model, without_adapters
 from fsdp_runtime.errors import FsdpRuntimeError, ModelError, OptionError
-from fsdp_runtime.model.structure import inspect_model
+from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.pipeline.balance import balanced
-from fsdp_runtime.steps.pipeline.copies import SHAPES, absent_tensors, require_equal, rows, small_copy
-from fsdp_runtime.steps.pipeline.parts import StagedModel, StagePart, add_parts, outer_modules
-from fsdp_runtime.steps.pipeline.runs import RECORDED
-from fsdp_runtime.steps.pipeline.split import ranges_of
-from fsdp_runtime.steps.pipeline.state import recorded_state
-from fsdp_runtime.steps.pipeline.trace import Record, crossing, places, record
-from fsdp_runtime.steps.pipeline.values import Value
+from fsdp_runtime.steps.pipeline.parts import RECORDED, StagedModel, add_parts
+from fsdp_runtime.steps.pipeline.state import absent_tensors, holders_of, recorded_state
+from fsdp_runtime.steps.pipeline.trace import find_crossing_tensors
+from fsdp_runtime.steps.routing.routers import routers_of
 from fsdp_runtime.values import require_one_of
 
 logger = logging.getLogger(__name__)
@@ -129,7 +125,7 @@ class Pipeline(Step[StagedModel | None]):
         )
         try:
             with torch.inference_mode(False), torch.enable_grad():  # the caller may be under no_grad
-                _find_crossing_tensors(setup.facts.model, staged)
+                find_crossing_tensors(setup.facts.model, staged)
         except FsdpRuntimeError:
             raise
         except Exception as error:
@@ -137,7 +133,9 @@ class Pipeline(Step[StagedModel | None]):
                 f"the stages of {setup.facts.name} cannot be verified: its small copy raises {type(error).__name__}: "
                 f"{error}; use a mesh without pp"
             ) from error
-        _find_shared_parameters(setup.facts.model, staged)
+        trained = {name: p for name, p in setup.facts.model.named_parameters() if p.requires_grad}
+        holders = holders_of(setup.facts.model, staged, trained)
+        staged.shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         return staged
 
     def schedule_of(self, microbatches: int, pp: int) -> str:
@@ -184,16 +182,15 @@ class Pipeline(Step[StagedModel | None]):
         mesh = setup.meshes.root
         if checked is None or mesh is None:
             return
-        staged = checked
-        slots = absent_tensors(model, staged, staged.rank)
+        slots = absent_tensors(model, checked, checked.rank)
         names = {id(p): name for name, p in model.named_parameters()}
-        staged.state = recorded_state(model, staged, mesh)
-        add_parts(model, _parts(model, staged))
+        checked.state = recorded_state(model, checked, mesh)
+        add_parts(model, checked)
         for slot in slots:
-            slot.remove()
-        staged.absent = tuple(names[id(slot.tensor)] for slot in slots if id(slot.tensor) in names)
-        runtime_state(model).stages = staged
-        logger.info("pipeline: stages %s of %s blocks", staged.stages, [end - start for start, end in staged.ranges])
+            slot.put(None)
+        checked.absent = tuple(names[id(slot.tensor)] for slot in slots if id(slot.tensor) in names)
+        runtime_state(model).stages = checked
+        logger.info("pipeline: stages %s of %s blocks", checked.stages, [end - start for start, end in checked.ranges])
 
 
 def require_pipeline_step(steps: Iterable[object], mesh: DeviceMesh | None) -> None:
@@ -228,60 +225,95 @@ def _require_decoder(setup: Setup) -> None:
         )
 
 
-#: The attribute with the width of an absent module's output.
-_WIDTHS = {"table": "embedding_dim", "linear": "out_features"}
+#: The cost of a stage from one block to another.
+Cost = Callable[[int, int, int], float]
+_SLACK = 1.02
 
 
-def _parts(model: nn.Module, staged: StagedModel) -> list[StagePart]:
-    parts = [StagePart(staged, path, block=index) for index, path in enumerate(staged.blocks)]
-    for path, where in staged.outer.items():
-        module: Any = model.get_submodule(path)
-        absent = staged.replaced[path]
-        width = getattr(module, _WIDTHS.get(absent, ""), None)
-        parts.append(StagePart(staged, path, where=where, absent=absent, width=width if isinstance(width, int) else 0))
-    return parts
+def balanced(structure: ModelStructure, stages: int) -> tuple[int, ...]:
+    """Return the number of blocks of each stage."""
+    modules, shares = structure.tree.modules, dict[str, float]()
+    with suppress(ModelError):  # a mixture of unknown form, such as JetMoE's attention: all of its experts are counted
+        routers = routers_of(structure).by_path.values()
+        shares = {f"{router.experts_path}.": router.share for router in routers if router.share}
+    blocks, first, last = structure.decoder, structure.embedding, structure.lm_head
+    inside = tuple(f"{path}." for path in blocks)
+    outside = [path for path in (first, last) if path is not None and not path.startswith(inside)]
+    flops = {path: _flops(modules[path], path, shares) for path in (*blocks, *outside)}
+    sizes = {path: float(sum(p.nbytes for p in modules[path].parameters())) for path in (*blocks, *outside)}
+    return split_blocks(
+        [flops[path] for path in blocks],
+        stages,
+        after=flops.get(last or "", 0),
+        sizes=[sizes[path] for path in blocks],
+        size_before=sizes.get(first or "", 0),
+        size_after=sizes.get(last or "", 0),
+    )
 
 
-def _find_crossing_tensors(model: nn.Module, staged: StagedModel) -> None:
-    """Fill in the record of the stages from runs of a small copy."""
-    base = base_model(model)
-    prefix = next(f"{path}." if path else "" for path, module in model.named_modules() if module is base)
-    small = small_copy(without_adapters(base), len(staged.blocks))
-    staged.blocks = tuple(path.removeprefix(prefix) for path in staged.blocks)
-    paths = [path for path, _ in outer_modules(small, inspect_model(small))]
-    staged.outer = dict.fromkeys(paths, "every")
-    staged.replaced = dict.fromkeys(paths, "like")
-    add_parts(small, _parts(small, staged))
-    inputs = [rows(small, shape) for shape in SHAPES]
-    whole, longer = (record(small, staged, each) for each in inputs)
-    staged.outer = places(whole, len(staged.blocks), paths)
-    staged.replaced = {path: whole.absent.get(path) or "like" for path in paths}
-    staged.skeletons = tuple(call.skeleton for call in whole.calls)
-    staged.entries = tuple(call.entries for call in whole.calls)
-    add_parts(small, _parts(small, staged))
-    starts = [start for start, _ in staged.ranges[1:]]
-    staged.sent = tuple(tuple(crossing(small, staged, whole, inputs[0], start)) for start in starts)
-    values = {value for sent in staged.sent for value in sent}
-    staged.varying = {value: _varying(value, whole, longer) for value in values}
-    staged.unused = require_equal(small, staged, inputs[0])
-    staged.blocks = tuple(prefix + path for path in staged.blocks)
-    staged.outer = {prefix + path: where for path, where in staged.outer.items()}
-    staged.replaced = {prefix + path: absent for path, absent in staged.replaced.items()}
+def _flops(module: nn.Module, path: str, shares: dict[str, float]) -> float:
+    """Return the products with weights for one token, in forwards: a trained weight takes three, a frozen one two."""
+    # ``shares`` has the part of the experts that a token uses, by the prefix of their parameters.
+    total = 0.0
+    for name, parameter in module.named_parameters():
+        if parameter.ndim >= 2:
+            place = f"{path}.{name}"
+            share = next((share for prefix, share in shares.items() if place.startswith(prefix)), 1.0)
+            total += (3 if parameter.requires_grad else 2) * parameter.numel() * share
+    return total
 
 
-def _varying(value: Value, whole: Record, longer: Record) -> tuple[str | None, ...]:
-    """Return for each dim of a sent tensor whether it is rows or tokens."""
-    dims = {(rows, more): name for rows, more, name in zip(*SHAPES, ("rows", "tokens"), strict=True)}
-    shapes = zip(whole.tensor(value).shape, longer.tensor(value).shape, strict=True)
-    return tuple(None if one == other else dims.get((one, other), "unknown") for one, other in shapes)
+def split_blocks(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    before: float = 0,
+    after: float = 0,
+    sizes: Sequence[float] = (),
+    size_before: float = 0,
+    size_after: float = 0,
+) -> tuple[int, ...]:
+    """Return the number of blocks of each stage, with the least cost of the most expensive stage."""
+    # ``before`` and ``after`` are costs of the first and the last stage beside their blocks, such as the LM head. Of
+    # divisions within 2 % of the least cost, the largest stage has the fewest bytes.
+    if stages > len(costs):
+        raise OptionError(f"{stages} stages for {len(costs)} blocks: each stage needs a block; use fewer stages")
+    cost = _of_stage(costs, stages, before, after)
+    counts = _least(cost, len(costs), stages)
+    if not sizes:
+        return counts
+    limit = _SLACK * max(cost(stage, *span) for stage, span in enumerate(ranges_of(counts)))
+    size = _of_stage(sizes, stages, size_before, size_after)
+    return _least(lambda *stage: size(*stage) if cost(*stage) <= limit else float("inf"), len(costs), stages)
 
 
-def _find_shared_parameters(model: nn.Module, staged: StagedModel) -> None:
-    """Record the ranks of each trained parameter that several ranks hold."""
-    holders: dict[str, list[int]] = {name: [] for name, p in model.named_parameters() if p.requires_grad}
-    for rank in sorted(set(staged.ranks)):
-        absent = {id(slot.tensor) for slot in absent_tensors(model, staged, rank)}
-        for name, parameter in model.named_parameters():
-            if name in holders and id(parameter) not in absent:
-                holders[name].append(rank)
-    staged.shared = {name: tuple(ranks) for name, ranks in holders.items() if len(ranks) > 1}
+def _of_stage(costs: Sequence[float], stages: int, before: float, after: float) -> Cost:
+    sums = [0.0, *accumulate(costs)]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        ends = (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
+        return sums[end] - sums[start] + ends
+
+    return cost
+
+
+def _least(cost: Cost, blocks: int, stages: int) -> tuple[int, ...]:
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(stages):
+        latest = blocks - (stages - stage - 1)
+        ends = range(stage + 1, latest + 1) if stage < stages - 1 else (blocks,)
+        best = {
+            end: min(
+                (max(most, cost(stage, start, end)), (*counts, end - start))
+                for start, (most, counts) in best.items()
+                if start < end
+            )
+            for end in ends
+        }
+    return best[blocks][1]
+
+
+def ranges_of(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return the first block of each stage, and the first block after it."""
+    ends = list(accumulate(counts))
+    return tuple(zip([0, *ends], ends, strict=False))

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
+
+from fsdp_runtime._torch_compat import local_tensor
 
 #: The keys and indices from a nest of containers to one of its tensors.
 Path = tuple[Any, ...]
@@ -37,12 +40,9 @@ def tensors_in(nest: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     """Yield the tensors of nested dicts, lists and tuples with their paths."""
     if isinstance(nest, Tensor):
         yield path, nest
-    elif isinstance(nest, Mapping):
-        for key, value in nest.items():
+    elif isinstance(nest, Mapping | list | tuple):
+        for key, value in nest.items() if isinstance(nest, Mapping) else enumerate(nest):
             yield from tensors_in(value, (*path, key))
-    elif isinstance(nest, list | tuple):
-        for index, value in enumerate(nest):
-            yield from tensors_in(value, (*path, index))
 
 
 def at(nest: Any, path: Path) -> Any:
@@ -63,26 +63,30 @@ def with_tensor(nest: Any, path: Path, tensor: Tensor) -> Any:
     return nest
 
 
-def skeleton_of(nest: Any, path: Path = ()) -> Any:
+def skeleton_of(nest: Any) -> Any:
     """Return a copy of a nest with a :class:`Leaf` in the place of each tensor."""
-    if isinstance(nest, Tensor):
-        return Leaf(path)
-    if isinstance(nest, Mapping):
-        return type(nest)({key: skeleton_of(value, (*path, key)) for key, value in nest.items()})  # type: ignore[call-arg]
-    if isinstance(nest, list | tuple):
-        return _like(nest, [skeleton_of(value, (*path, index)) for index, value in enumerate(nest)])
-    return nest
+    return _mapped(nest, lambda path, leaf: Leaf(path) if isinstance(leaf, Tensor) else leaf)
 
 
 def filled(skeleton: Any, tensor: Callable[[Path], Tensor]) -> Any:
     """Return a copy of a skeleton with tensors in the place of its leaves."""
-    if isinstance(skeleton, Leaf):
-        return tensor(skeleton.path)
-    if isinstance(skeleton, Mapping):
-        return type(skeleton)({key: filled(value, tensor) for key, value in skeleton.items()})  # type: ignore[call-arg]
-    if isinstance(skeleton, list | tuple):
-        return _like(skeleton, [filled(value, tensor) for value in skeleton])
-    return skeleton
+    return _mapped(skeleton, lambda _, leaf: tensor(leaf.path) if isinstance(leaf, Leaf) else leaf)
+
+
+def _mapped(nest: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Return a copy of a nest with the function's result of each leaf and its path."""
+    if isinstance(nest, Mapping):
+        return type(nest)({key: _mapped(value, function, (*path, key)) for key, value in nest.items()})  # type: ignore[call-arg]
+    if isinstance(nest, list | tuple):
+        return _like(nest, [_mapped(value, function, (*path, index)) for index, value in enumerate(nest)])
+    return function(path, nest)
+
+
+def equal(tensor: Tensor | None, expected: Tensor | None) -> bool:
+    """Return whether both tensors exist, with equal shapes and values on this rank."""
+    if tensor is None or expected is None:
+        return False
+    return tensor.shape == expected.shape and torch.equal(local_tensor(tensor), local_tensor(expected))
 
 
 def _like(nest: Any, values: list[Any]) -> Any:
