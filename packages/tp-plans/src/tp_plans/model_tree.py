@@ -51,9 +51,6 @@ class ModelTree:
         Args:
             model: a ``torch.nn.Module`` on any device (meta is enough), or a tree, which is returned as it is.
 
-        Returns:
-            The tree.
-
         Raises:
             ModelError: ``model`` has no ``named_modules``.
         """

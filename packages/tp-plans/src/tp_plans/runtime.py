@@ -15,12 +15,20 @@ Bytecode only proposes: sizes check each proposal, or a run verifies it.  The na
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tp_plans.fused import fused_rows
+from tp_plans.errors import TpPlansError
+from tp_plans.hugging_face.translate import from_hugging_face
 from tp_plans.infer.bytecode import reads_below, referenced_names, takes_argument
+from tp_plans.infer.suggest import suggest
+from tp_plans.model_tree import ModelTree
 from tp_plans.module_attrs import resolve_style
+from tp_plans.plan import Plan
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.registry import architecture_plan
 from tp_plans.styles.adapters import AdapterStyles, adapter_styles
 from tp_plans.text import colorize
 
@@ -55,6 +63,24 @@ else:
             raise AttributeError(f"module 'tp_plans.runtime' has no attribute {name!r}: {moved}")
         value = globals()[name] = getattr(import_module(f"tp_plans.{home}"), name)
         return value
+
+
+def fused_rows(model: Any, plan: Plan | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the rows of each matrix in every fused weight of a model, by the path of the module."""
+    # Without ``plan`` all sources of plans are read: a plan leaves out the weights that its mesh cannot divide.
+    tree = ModelTree.of(model)
+    rows: dict[str, tuple[int, ...]] = {}
+    for read in _known_plans(tree) if plan is None else (plan,):
+        planned = PlannedTree(tree, read)
+        rows |= {path: parts for path, _ in planned.styled_modules() if (parts := planned.fused_rows(path))}
+    return rows
+
+
+def _known_plans(tree: ModelTree) -> Iterator[Plan]:
+    """Yield the plan of every source that knows the model, the one to prefer last; nothing is run."""
+    for source in (lambda tree: suggest(tree).plan, from_hugging_face, architecture_plan):
+        with suppress(TpPlansError):
+            yield source(tree)
 
 
 __all__ = ["AdapterStyles", "AllToAllExchange", "DispatchedTokens", "TokenExchange", "adapter_styles"]

@@ -139,7 +139,6 @@ def _gather_input(arrives: _InputLayout) -> Iterator[_Comm]:
 
 
 def _reduce_output(output: Layout) -> Iterator[_Comm]:
-    """Return the collectives that sum the ranks' outputs."""
     if isinstance(output, Replicate):
         yield "all_reduce", "forward", "output"
     elif not isinstance(output, Partial):

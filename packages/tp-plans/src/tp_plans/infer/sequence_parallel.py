@@ -248,7 +248,6 @@ def _only_rowwise(path: str, planned: PlannedTree) -> tuple[str, styles.RowwiseP
 
 
 def _rowwise(paths: list[str], planned: PlannedTree) -> dict[str, styles.RowwiseParallel]:
-    """Return the row-wise layers among some paths."""
     return {path: style for path in paths if isinstance(style := planned.style(path), styles.RowwiseParallel)}
 
 

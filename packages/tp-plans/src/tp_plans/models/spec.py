@@ -95,9 +95,6 @@ def decoder_plan(decoder: DecoderSpec, *, name: str, sequence_parallel: bool = F
         name: the model or class of the plan, used in messages.
         sequence_parallel: also shard the activations between blocks on the sequence.
 
-    Returns:
-        The plan.
-
     Example:
         >>> import tp_plans
         >>> mlp = tp_plans.models.SublayerSpec(path="mlp", colwise=("up",), rowwise="down")

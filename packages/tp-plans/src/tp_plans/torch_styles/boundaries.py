@@ -6,7 +6,7 @@ most of a layer's host time.  Compiled code has none of these costs and traces t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Any, cast
 
@@ -176,24 +176,6 @@ def from_part(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torc
             shape = torch.Size((*shape[:dim], shape[dim] * mesh.size(), *shape[dim + 1 :]))
     wrapped: DTensor = _from_part(local, make_spec(mesh, placement, shape, local.dtype), _of_gradient(placement))
     return wrapped
-
-
-def moved(tensor: DTensor, target: Placement) -> DTensor:
-    """Return a tensor in another placement; the backward moves the gradient the other way."""
-    there: DTensor = _moved(tensor, target)
-    return there
-
-
-def summed(partial: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of the ranks' tensors, in new memory; its gradient is replicated and goes to each."""
-    total: Tensor = _sum(partial, mesh)
-    return total
-
-
-def scattered(partial: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
-    """Return the sum of the ranks' tensors, sharded on a dim."""
-    total: DTensor = _scatter(partial, mesh, dim)
-    return total
 
 
 def part_in(tensor: DTensor, target: Placement) -> Tensor:
@@ -399,4 +381,10 @@ class _Scattered(torch.autograd.Function):
 
 
 _parts, _enter, _scale_gradient, _sum_gradient = map(direct, (_Parts, _Enter, _ScaleGradient, _SumGradient))
-_from_part, _moved, _sum, _scatter = direct(_FromPart), direct(_Moved), direct(_Summed), direct(_Scattered)
+_from_part = direct(_FromPart)
+#: Return a tensor in another placement; the backward moves the gradient the other way.
+moved: Callable[[DTensor, Placement], DTensor] = direct(_Moved)
+#: Return the sum of the ranks' tensors, in new memory; its gradient is replicated and goes to each.
+summed: Callable[[Tensor, DeviceMesh], Tensor] = direct(_Summed)
+#: Return the sum of the ranks' tensors, sharded on a dim.
+scattered: Callable[[Tensor, DeviceMesh, int], DTensor] = direct(_Scattered)

@@ -40,12 +40,9 @@ def parameter_view(rule: ParameterStyle, parameter: DTensor) -> Tensor:
 
 def _detach(parameter: DTensor) -> DTensor:
     """Return the same shard without a gradient: torch 2.11 cannot redistribute the other in inference mode."""
-    return _with_local(parameter, parameter.to_local())
-
-
-def _with_local(like: DTensor, local: Tensor) -> DTensor:
-    shape, stride = like.shape, like.stride()
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    local, shape, stride = parameter.to_local(), parameter.shape, parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _is_uneven(parameter: DTensor) -> bool:

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from tp_plans._validate import MAX_RANKS, is_integer
 from tp_plans.boxes import Box, full_box
 from tp_plans.errors import TransferError
-from tp_plans.transfer.engine_scales import ScaleOf, in_cells, scale_of
 from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
 from tp_plans.transfer.patterns import Copies, Pattern, Placed
 from tp_plans.transfer.rules import Engine, EngineRule, RuleBook, engine_rules
 
 #: Both engines pad the vocabulary to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE``).
 VOCAB_PADDING = 64
+#: The suffix of a scale's name after its weight's name.
+_SUFFIXES = ("_scale_inv", "_scale_2", "_scale")
+#: Rows and columns of a block with one ``weight_scale_inv`` (DeepSeek-V3's checkpoints).
+_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,15 @@ class EngineSize:
 
 
 @dataclass(frozen=True, slots=True)
+class _ScaleOf:
+    """The weight that a scale belongs to."""
+
+    weight: str  # its name in the checkpoint
+    suffix: str  # the scale's suffix after the weight's name
+    cell: tuple[int, int] | None  # its stored rows and columns that share a scale; None for one number for all of them
+
+
+@dataclass(frozen=True, slots=True)
 class _Member:
     """A checkpoint tensor in a parameter of the engine; a scale is cut where its weight is, in cells."""
 
@@ -62,7 +74,7 @@ class _Member:
     shape: tuple[int, ...]
     rule: EngineRule
     expert: int | None
-    scale: ScaleOf | None
+    scale: _ScaleOf | None
 
     @property
     def is_number(self) -> bool:
@@ -125,7 +137,7 @@ def engine_layout(
     book = RuleBook(engine_rules(engine) if rules is None else rules, tensors)
     parameters: dict[str, list[_Member]] = defaultdict(list)
     for name in tensors:
-        scale = scale_of(name, tensors)
+        scale = _scale_of(name, tensors)
         weight = name if scale is None else scale.weight
         rule, shape = book.find(weight), tensors[weight].shape
         _require_dims(weight, shape, rule)
@@ -249,7 +261,7 @@ def _boxes(member: _Member, outputs: int, rank: int, ranks: int, size: EngineSiz
     low, high = _range(member, width, rank, ranks, size)
     for first in range(0, shape[dim], width or 1):
         box = (*full[:dim], (first + low, first + high), *full[dim + 1 :])
-        yield in_cells(member.scale, box, shape)
+        yield _in_cells(member.scale, box, shape)
 
 
 def _range(member: _Member, length: int, rank: int, ranks: int, size: EngineSize) -> tuple[int, int]:
@@ -288,3 +300,35 @@ def _uneven(name: str, length: int, parts: int, unit: int, each: int) -> Transfe
         f"{name}: {length} features cannot be split evenly over {parts} ranks{pairs} in {unit} equal units, as the "
         "engine does: use a tp that divides them"
     )
+
+
+def _scale_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> _ScaleOf | None:
+    """Return the weight of a scale; ``None`` for a tensor that is no scale."""
+    suffix = next((ending for ending in _SUFFIXES if name.endswith(f"weight{ending}")), None)
+    weight = name.removesuffix(suffix or "")
+    if suffix is None or weight not in tensors:
+        return None
+    shape, stored = tensors[name].shape, tensors[weight].shape
+    if shape in ((), (1,)):
+        return _ScaleOf(weight, suffix, None)
+    if len(shape) == len(stored) == 2:
+        cell = (_BLOCK, _BLOCK) if suffix == "_scale_inv" else (1, stored[1] // max(1, shape[1]))
+        if cell[1] and shape == tuple(-(-size // width) for size, width in zip(stored, cell, strict=True)):
+            return _ScaleOf(weight, suffix, cell)
+    raise TransferError(
+        f"{name} has shape {shape} and its weight {stored}: scales are one number, one per 128 x 128 block "
+        "(weight_scale_inv), or one per group of a row"
+    )
+
+
+def _in_cells(scale: _ScaleOf | None, box: Box, shape: Sequence[int]) -> Box:
+    """Return the box of a scale for a box of its weight; without a scale, the box itself."""
+    if scale is None or scale.cell is None:
+        return box
+    for (start, stop), size, cell in zip(box, shape, scale.cell, strict=True):
+        if start % cell or (stop % cell and stop != size):
+            raise TransferError(
+                f"{scale.weight} is cut at {start} to {stop} of {size}, inside of the {cell} elements of a scale: use "
+                "a tp with parts that are multiples of them, or leave the weight out of the quantization"
+            )
+    return tuple((low // cell, -(-high // cell)) for (low, high), cell in zip(box, scale.cell, strict=True))

@@ -113,7 +113,6 @@ class TransferLayout:
 
     @cached_property
     def _patterns(self) -> Sequence[Pattern]:
-        """The patterns that tensors have, each once."""
         return tuple({id(place.pattern): place.pattern for place in self._placed.values()}.values())
 
     def stored(self, rank: int, tensor: str) -> Sequence[StoredBlock]:
@@ -207,7 +206,8 @@ class TransferLayout:
             copies = [[_copies(*each) for each in listed] for listed in data["patterns"]]
             for _, _, number, names in data["tensors"].values():
                 for each in copies[number]:  # as an index that is out of range would raise later
-                    _require_name(names[each.slot])
+                    if not isinstance(names[each.slot], str):
+                        raise TypeError(f"local tensor {names[each.slot]!r}")
             patterns = [Pattern(listed) for listed in copies]
             placed = {name: Placed(patterns[number], tuple(names)) for name, (_, _, number, names) in items}
             layout, right = TransferLayout.placed(tensors, placed), dict[Any, StoredBlock]()
@@ -248,11 +248,6 @@ def _copies(ranks: Any, box: Any, slot: Any, offset: Any, dims: Any) -> Copies:
     if not is_integer(slot, least=0):
         raise ValueError(f"slot {slot!r}")
     return Copies(tuple(ranks), tuple((int(a), int(b)) for a, b in box), slot, tuple(offset), tuple(dims))
-
-
-def _require_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"local tensor {name!r}")
 
 
 def mesh_layout(

@@ -220,9 +220,6 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay:
         destination: the layout to fill; it may lack tensors of the source.
         relay: let destination ranks pass received blocks on.
 
-    Returns:
-        The plan.
-
     Raises:
         TransferError: the source lacks a tensor or a part of one, or shapes or dtypes differ.
 

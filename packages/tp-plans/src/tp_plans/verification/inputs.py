@@ -140,7 +140,6 @@ class _Maker:
         return {name: value for name, value in fields.items() if SPECIAL_TOKEN.fullmatch(name) and is_integer(value)}
 
     def _ids(self, rows: int, length: int) -> Tensor:
-        """Return token ids without special tokens."""
         low = min(3, self.vocabulary - 1)
         ids = torch.randint(low, self.vocabulary, (rows, length), generator=self.generator)
         return torch.where(torch.isin(ids, torch.tensor([*self._special.values()], dtype=ids.dtype)), low, ids)
