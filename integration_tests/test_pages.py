@@ -37,9 +37,8 @@ print(total)  # 2
 not python
 ```
 
-<!-- ranks: 2 -->
-
 ```python
+# torchrun --nproc-per-node 2 FILE.py
 print("from", "here", "on")  # from ... on
 ```
 """
@@ -53,11 +52,11 @@ def page(tmp_path: Path) -> Path:
 
 
 def test_blocks_have_one_language_and_their_first_lines(page: Path) -> None:
-    assert [block.line for block in pages.blocks(page, "python")] == [4, 11, 23]
+    assert [block.line for block in pages.blocks(page, "python")] == [4, 11, 21]
     assert [block.text for block in pages.blocks(page, "bash")] == ["not python\n"]
 
 
-def test_parts_begin_at_comments_with_ranks(page: Path) -> None:
+def test_parts_begin_at_blocks_with_a_command(page: Path) -> None:
     assert [(part.ranks, len(part.blocks)) for part in pages.parts(page)] == [(0, 2), (2, 1)]
 
 

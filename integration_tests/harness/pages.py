@@ -1,8 +1,9 @@
 """The code of documentation pages, run as it stands there.
 
 A page is Markdown.  Its ``python`` blocks run one after another in one namespace, which begins with the names that a
-test gives it; behind a comment ``<!-- ranks: 2 -->`` they run in a fresh namespace on that many ranks.  The text of a
-comment behind a ``print`` has to be printed there, with ``...`` for anything.
+test gives it.  A block that begins with its command, ``# torchrun --nproc-per-node 2 FILE.py`` or ``# python FILE.py``,
+and the blocks after it run in a fresh namespace on that many ranks.  The text of a comment behind a ``print`` has to be
+printed there, with ``...`` for anything.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 _FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
-_RANKS = re.compile(r"<!-- ranks: (\d+) -->")
+_COMMAND = re.compile(r"^```python\n# (?:torchrun --nproc-per-node (\d+)|python) \w+\.py", flags=re.MULTILINE)
 _PROMISE = re.compile(r"print\(.*\)  # (.+)$")
 
 
@@ -59,7 +60,7 @@ def parts(page: Path) -> list[Part]:
 
 def _parts(page: Path) -> Iterator[Part]:
     text = page.read_text()
-    borders = [(0, 0), *((comment.start(), int(comment[1])) for comment in _RANKS.finditer(text))]
+    borders = [(0, 0), *((command.start(), int(command[1] or 0)) for command in _COMMAND.finditer(text))]
     ends = [start for start, _ in borders[1:]] + [len(text)]
     for (start, ranks), end in zip(borders, ends, strict=True):
         if start < end and (code := blocks(page, "python", text[start:end])):
