@@ -160,7 +160,7 @@ def trace_rank(
     splits = staged.schedules.splits_backward
     rounds = ("FIW", "FIW", "FB") if splits else ("FB", "FB")
     with prepared(traced, parallelism, step, without_grad) as run:
-        record = _Record(run, staged, shapes, resolve_loss(step.logprobs, traced.structure.lm_head), len(rounds))
+        record = _StageRecord(run, staged, shapes, resolve_loss(step.logprobs, traced.structure.lm_head), len(rounds))
         untrained = record.all(rounds)
         before, costs = costs_of(run.recorder.recording, traced.structure.decoder, run.widths, record.laps)
         opening, costs = costs[: record.opening], costs[record.opening :]
@@ -196,7 +196,7 @@ def _with_levels(names: Sequence[Action], costs: Sequence[Cost]) -> Iterator[Cos
         yield cost.raised(before)
 
 
-class _Record:
+class _StageRecord:
     def __init__(self, run: Prepared, staged: StagedModel, shapes: Shapes, loss: Forward, batches: int) -> None:
         self.run, self.staged, self.shapes, self.loss = run, staged, shapes, loss
         self.names: list[Action] = []
