@@ -183,7 +183,7 @@ class MeshAccelerator(StateMixin, Accelerator):
             own = {**seed_worker.keywords, "rank": self.process_index}
             data_loader.worker_init_fn = partial(seed_worker.func, *seed_worker.args, **own)
         self.share_random_state()
-        one_seed = swapped([(vars(self.dataloader_config), "data_seed", self._data_seed())])
+        one_seed = swapped([(self.dataloader_config.__dict__, "data_seed", self._data_seed())])
         with one_seed, replaced_globals(prepare_data_loader, **DEALING_ROWS):
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self.model_group is not None and "begin" not in vars(prepared):

@@ -58,6 +58,7 @@ class MeshTrainerMixin(LogStepValues):
     """
 
     accelerator: MeshAccelerator
+    label_smoother: Any
     mesh: DeviceMesh
     _takes_dispatched_batches = False
     _stages: StagedTraining | None = None

@@ -72,8 +72,8 @@ class TrlMixin(MeshTrainerMixin):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the metrics that the last pipeline stage has counted."""
         if self._stages is not None:
-            counted = {name: vars(self)[name] for name in ("_metrics", "_total_train_tokens")}
-            vars(self).update(self._stages.of_last_stage(counted))
+            counted = {name: self.__dict__[name] for name in ("_metrics", "_total_train_tokens")}
+            self.__dict__.update(self._stages.of_last_stage(counted))
         super().log(logs, *args, **kwargs)
 
     def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
