@@ -23,9 +23,8 @@ from coverage.table import entries
 from coverage.table import tiny_model as tiny_row
 from fsdp_runtime import load_adapter, load_weights, parallelize, sequence_layout, stream_weights
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.chunks import slices_of
+from fsdp_runtime.sharded.boxes import block_view, slices_of
 from fsdp_runtime.sharded.gather import full_tensors
-from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.steps import Quantized
 from fsdp_runtime.sync import ModelShards
 from fsdp_runtime.weights.quantize.packed import packed_weights

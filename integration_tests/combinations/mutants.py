@@ -210,7 +210,8 @@ MUTANTS: Mapping[str, Mutant] = {
         _replaced(ExportedModel, "gather", _scaled_weights(ExportedModel.gather)), _case("dense", _FSDP, _event("save"))
     ),
     "momentum lost at a resume": Mutant(
-        _without(load, "_load_optimizers"), _case("dense", _FSDP, _event("resume", "after the step"))
+        _replaced(load, "restore_optimizer", lambda *_: iter(())),
+        _case("dense", _FSDP, _event("resume", "after the step")),
     ),
     "zeros back from host memory": Mutant(
         _replaced(offload, "_to_host", lambda storage: torch.zeros(storage.nbytes(), dtype=torch.uint8)),

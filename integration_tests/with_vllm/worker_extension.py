@@ -11,7 +11,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise
 
 import tp_plans
-from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.sharded.boxes import block_view
 from vllm_gloo import cpu_repack, gpt_oss, reload
 from vllm_gloo._vllm_compat import drop_pending, processing_replaced
 from with_vllm.checksums import checksum

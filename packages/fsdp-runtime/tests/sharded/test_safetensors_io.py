@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded import safetensors_io
-from fsdp_runtime.sharded.chunks import slices_of
+from fsdp_runtime.sharded.boxes import slices_of
 from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
 from tp_plans.boxes import Box
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import tp_plans
 from fsdp_runtime import parallelize, stream_weights
-from fsdp_runtime.sharded.chunks import local_part, slices_of
+from fsdp_runtime.sharded.boxes import local_part, slices_of
 from fsdp_runtime.sharded.hashing import hash_bits
 from fsdp_runtime.sync import ModelShards, WeightExport, WeightSync, digest, digest_layout, verify_transfer
 from harness.models import jitter, tiny_model

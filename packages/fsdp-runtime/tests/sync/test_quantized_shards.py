@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tp_plans
 from fsdp_runtime import OptionError, parallelize, stream_weights
-from fsdp_runtime.sharded.chunks import local_part, slices_of
+from fsdp_runtime.sharded.boxes import local_part, slices_of
 from fsdp_runtime.sharded.hashing import hash_bits
 from fsdp_runtime.sync import (
     ModelShards,

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import tp_plans
 from fsdp_runtime import OptionError
-from fsdp_runtime.sharded.chunks import Chunk, inside
-from fsdp_runtime.sharded.rank_boxes import stored_part
+from fsdp_runtime.sharded.boxes import Chunk, inside, stored_part
 from fsdp_runtime.sync.execute import (
     Message,
     Round,

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import FSDP2, OptionError, WeightsError, parallelize
 from fsdp_runtime.errors import CheckpointError, MismatchError
-from fsdp_runtime.sharded import work_directory
+from fsdp_runtime.sharded import saved_files
 from fsdp_runtime.sharded.collectives import ModelRanks
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.training_state import directory as step_directories
@@ -294,7 +294,7 @@ def _arm(moment: str) -> None:
                 kill() if target.is_dir() else None,
             )
         case "old state half gone":
-            work_directory.shutil.rmtree = kill  # type: ignore[assignment]
+            saved_files.shutil.rmtree = kill  # type: ignore[assignment]
 
 
 MOMENTS = {

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from coverage.table import entries, tiny_model
 from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.errors import ConversionError, MismatchError
-from fsdp_runtime.sharded.chunks import slices_of
+from fsdp_runtime.sharded.boxes import slices_of
 from fsdp_runtime.weights import load_weights, save_weights, stream_weights
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion, traced_input
 from harness.memory import LiveBytes

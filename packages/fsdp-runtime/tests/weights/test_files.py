@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_runtime import MeshSpec, OptionError, parallelize, save_weights
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
-from fsdp_runtime.sharded.chunks import identity_chunk
+from fsdp_runtime.sharded.boxes import identity_chunk
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, file_runs
 from fsdp_runtime.sync import Quantization, WeightExport
 from fsdp_runtime.weights import files

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from fsdp_runtime import OptionError, load_weights, meta_device, parallelize, save_weights, stream_weights
 from fsdp_runtime.errors import MismatchError, OtherRankError
-from fsdp_runtime.weights import naming
+from fsdp_runtime.weights import stored_source
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -137,9 +137,9 @@ def test_prefix_loads_the_converted_tensors_of_the_inner_model(
     reference = tiny_model("Qwen3MoeForCausalLM", dtype=torch.float32)
     reference.save_pretrained(tmp_path)
     if in_full:  # as a conversion that computes: it runs on full tensors
-        trace = naming.trace_conversion
+        trace = stored_source.trace_conversion
         monkeypatch.setattr(
-            naming,
+            stored_source,
             "trace_conversion",
             lambda *args: {name: replace(spec, chunks=None) for name, spec in trace(*args).items()},
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsdp_runtime import OptionError, parallelize, save_weights, stream_weights
 from fsdp_runtime.sharded.hashing import hash_bits
 from fsdp_runtime.sync import Quantization, WeightExport
-from fsdp_runtime.weights.quantize.kernels import FP8_MAX
+from fsdp_runtime.weights.quantize.formats import FP8_MAX
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -162,7 +162,7 @@ def _streamed(kind: Any, path: Path) -> list[str]:
     buckets = dict(pair for bucket in WeightExport(quantize=quantization).buckets(model) for pair in bucket)
     wrong += [name for name in expected if not torch.equal(buckets[name].float(), expected[name].float())]
     for name, tensor in full.items():
-        if quantization.applies(name, tensor.shape):
+        if quantization.parts(name, tensor.shape):
             parts = tuple(expected[part.name] for part in quantization.parts(name, tensor.shape))
             if not torch.equal(parts[0].float(), quantization.quantize(tensor)[0].float()):
                 wrong.append(f"values of {name}")
@@ -196,7 +196,7 @@ def test_transformers_loads_a_checkpoint_in_blocks(architecture: str, tmp_path: 
     save_weights(model, tmp_path / "plain", dtype=torch.bfloat16)
     expected = load_file(tmp_path / "plain" / "model.safetensors")
     for name, tensor in stream_weights(model):
-        if quantization.applies(name, tensor.shape):
+        if quantization.parts(name, tensor.shape):
             expected[name] = _dequantized("fp8_block", quantization.quantize(tensor)).to(torch.bfloat16)
     save_file(expected, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
     load = transformers.AutoModelForCausalLM.from_pretrained

@@ -34,7 +34,7 @@ from fsdp_runtime import (
     save_weights,
 )
 from fsdp_runtime.errors import OtherRankError
-from fsdp_runtime.sharded import fsync, work_directory
+from fsdp_runtime.sharded import saved_files
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
 from fsdp_runtime.steps.tensor import lora
 from fsdp_runtime.steps.tensor.step import TensorParallel
@@ -280,9 +280,9 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     for name in ("replace", "unlink"):
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
-    remove = work_directory.shutil.rmtree
-    monkeypatch.setattr(work_directory.shutil, "rmtree", lambda *args, **kwargs: budget[0] and remove(*args, **kwargs))
-    monkeypatch.setattr(work_directory, "_has_ended", lambda pid, start: True)
+    remove = saved_files.shutil.rmtree
+    monkeypatch.setattr(saved_files.shutil, "rmtree", lambda *args, **kwargs: budget[0] and remove(*args, **kwargs))
+    monkeypatch.setattr(saved_files, "_has_ended", lambda pid, start: True)
     yield lambda count: budget.__setitem__(0, count)
     budget[0] = 10**9
 
@@ -396,7 +396,7 @@ def test_a_disk_without_room_is_told_the_bytes_of_all_files(tmp_path: Path, monk
 
     save_weights(model := _model(), tmp_path / "fits", max_shard_size=SIZES["several"])
     nbytes = sum(file.stat().st_size for file in (tmp_path / "fits").glob("*.safetensors"))
-    monkeypatch.setattr(fsync, "reserve", reserve)
+    monkeypatch.setattr(saved_files, "reserve", reserve)
     with pytest.raises(OSError, match=rf"No space left .*, a file of \d+ bytes; .*; {nbytes} bytes are needed in all"):
         save_weights(model, tmp_path / "full", max_shard_size=SIZES["several"])
 

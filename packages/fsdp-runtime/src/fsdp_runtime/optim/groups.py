@@ -11,7 +11,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.optim.roles import MATRICES, Role, parameter_roles
 from fsdp_runtime.sharded.collectives import all_gather_objects
-from fsdp_runtime.sharded.stages import StageRanks
+from fsdp_runtime.sharded.model_state import StageRanks
 from fsdp_runtime.values import require_one_of
 from tp_plans.model_tree import ModelTree, is_at_or_below, parent
 

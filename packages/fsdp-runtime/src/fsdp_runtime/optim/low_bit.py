@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from fsdp_runtime._torch_compat import has_values, local_tensor
 from fsdp_runtime.errors import MismatchError, ModelError, OptionError
-from fsdp_runtime.sharded.chunks import local_part
-from fsdp_runtime.sharded.shard_offsets import zeros_by_rows
+from fsdp_runtime.sharded.boxes import local_part, zeros_by_rows
 from fsdp_runtime.values import require_bool, require_one_of
 from tp_plans.boxes import Box
 

@@ -18,7 +18,7 @@ from fsdp_runtime._torch_compat import group_of_axes
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.optim.roles import StoredMatrices
 from fsdp_runtime.sharded import collectives
-from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key
+from fsdp_runtime.sharded.boxes import BoxOwners, layout_key
 from fsdp_runtime.steps.guards.calls import models_with
 from tp_plans.boxes import Box
 

@@ -94,29 +94,31 @@ class RankStep:
     """This rank's picklable value of a :func:`raise_on_all` step; ``values`` has all ranks' values after the step."""
 
     value: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # by name; the same on every rank
     values: dict[int, Any] = field(default_factory=dict)
 
 
 @contextmanager
 def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
-    """Run a rank-local step on every rank; an exception on one rank raises on all.  Collective."""
+    """Run a rank-local step on every rank; an exception on one rank, or unequal options, raise on all.  Collective."""
     # The failed rank raises its own error, and all other ranks :class:`OtherRankError`.
     step = RankStep()
     try:
         yield step
     except Exception as error:
         with suppress(OtherRankError):  # this rank raises its own error
-            all_gather_objects(ranks, (f"{type(error).__name__}: {error}", None))
+            all_gather_objects(ranks, (f"{type(error).__name__}: {error}", None, {}))
         raise
-    results = all_gather_objects(ranks, (None, step.value))
-    failures = {rank: message for rank, (message, _) in results.items() if message is not None}
+    results = all_gather_objects(ranks, (None, step.value, step.options))
+    failures = {rank: message for rank, (message, _, _) in results.items() if message is not None}
     if failures:
         raise OtherRankError("\n".join(f"rank {rank}: {message}" for rank, message in sorted(failures.items())))
-    step.values = {rank: value for rank, (_, value) in sorted(results.items())}
+    step.values = {rank: value for rank, (_, value, _) in sorted(results.items())}
+    require_equal_on_all({rank: options for rank, (_, _, options) in sorted(results.items())})
 
 
 def require_equal_on_all(options: Mapping[int, Mapping[str, Any]]) -> None:
-    """Check that every rank has the same options, by name; ``options`` are values of a :class:`RankStep`."""
+    """Check that every rank has the same options; they are given by rank and name."""
     first, expected = next(iter(options.items()))
     for rank, rank_options in options.items():
         for name, value in rank_options.items():

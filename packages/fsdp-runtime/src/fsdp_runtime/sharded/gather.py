@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import all_gather_flat
+from fsdp_runtime.sharded.boxes import dtensor_box, shard_steps
 from fsdp_runtime.sharded.collectives import own_rank
-from fsdp_runtime.sharded.shard_offsets import dtensor_box, shard_steps
 from tp_plans.boxes import ShardStep
 
 #: Shards of at least this many bytes have an all-gather each, which avoids two copies through a shared buffer.
@@ -63,8 +63,7 @@ class _GatheredChunks:
     offset: int  # offset of the tensor's chunk in each row, in bytes
     shape: tuple[int, ...]  # shape of one rank's padded chunk, the sharded dim first
     dtype: torch.dtype
-    dim: int
-    size: int  # full size of the sharded dim
+    step: _GatherStep
 
     def tensor(self) -> Tensor:
         """Wait for the gather and return the tensor, gathered over one axis."""
@@ -73,7 +72,7 @@ class _GatheredChunks:
         chunks = self.rows[:, self.offset : self.offset + count].view(self.dtype)
         padded = chunks.reshape(len(self.rows) * self.shape[0], *self.shape[1:])
         # Only the last chunks are padded, so all padding is at the end.
-        return padded.narrow(0, 0, self.size).movedim(0, self.dim)
+        return padded.narrow(0, 0, self.step.size).movedim(0, self.step.shard.dim)
 
 
 def full_tensors(
@@ -178,6 +177,6 @@ def _start_gather(batch: list[_PendingGather]) -> list[_GatheredChunks]:
     else:
         work = dist.gather(local, list(rows) if receives else None, to, group, async_op=True)
     return [
-        _GatheredChunks(rows, work, offset, shape, item.tensor.dtype, item.steps[-1].shard.dim, item.steps[-1].size)
+        _GatheredChunks(rows, work, offset, shape, item.tensor.dtype, item.steps[-1])
         for item, offset, shape in zip(batch, offsets, shapes, strict=True)
     ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsdp_runtime.sharded.chunks import inside
+from fsdp_runtime.sharded.boxes import inside
 from tp_plans.boxes import Box, full_box, split_box
 
 #: Elements that are converted to int64 at once, to bound the extra memory.

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 #: Names in a warning.
 _SHOWN = 4
-#: Elements of a CPU tensor that are on an accelerator at once.
+#: Elements per broadcast; an accelerator holds as many of a CPU tensor at once.
 _STAGED = 2**24
 _LARGEST = torch.iinfo(torch.int64).max
 
@@ -93,17 +93,12 @@ def differ(tensors: dict[str, Tensor], groups: Sequence[ProcessGroup]) -> list[b
 
 
 def _broadcast(tensor: Tensor, group: ProcessGroup) -> None:
-    """Copy a tensor from the first rank of a group, in place."""
-    first = dist.get_process_group_ranks(group)[0]
-    staged = None if tensor.device.type != "cpu" else required_device([group])
     target = tensor.detach()
     values = target.contiguous()
-    if staged is None:
-        dist.broadcast(values, first, group=group)
-    else:
-        for part in torch.split(values.view(-1), _STAGED):
-            on_device = part.to(staged)
-            dist.broadcast(on_device, first, group=group)
-            part.copy_(on_device)
+    device = required_device([group]) if tensor.device.type == "cpu" else None
+    for part in torch.split(values.view(-1), _STAGED):
+        sent = part.to(device or part.device)
+        dist.broadcast(sent, group=group, group_src=0)
+        part.copy_(sent)
     if values.data_ptr() != target.data_ptr():
         target.copy_(values)

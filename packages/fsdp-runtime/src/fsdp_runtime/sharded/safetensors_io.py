@@ -15,7 +15,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError, WeightsError
 from fsdp_runtime.sharded.async_saves import HostStaging, drained
-from fsdp_runtime.sharded.chunks import inside
-from fsdp_runtime.sharded.fsync import MOVED_AT_ONCE, create_file, naming_write_errors, write_all
+from fsdp_runtime.sharded.boxes import inside
+from fsdp_runtime.sharded.saved_files import MOVED_AT_ONCE, create_file, naming_write_errors, write_all
 from tp_plans.boxes import Box, box_shape, full_box, intersection, split_box, volume
 
 #: The format's names of dtypes.
@@ -84,11 +84,9 @@ class SafetensorsLayout:
 
     def __init__(self, tensors: Sequence[WeightInfo]) -> None:
         # Wider elements first, so that every tensor begins at a multiple of its element's size.
-        ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-        offsets: dict[str, int] = {}
+        offset, offsets = 0, dict[str, int]()
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for tensor in ordered:
+        for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
             if tensor.dtype not in DTYPE_NAMES:
                 raise WeightsError(f"{tensor.name}: safetensors has no {tensor.dtype}; pass another dtype")
             end = offset + tensor.nbytes
@@ -102,11 +100,7 @@ class SafetensorsLayout:
         text += b" " * (-len(text) % 8)
         self.header = len(text).to_bytes(8, "little") + text
         self.nbytes = len(self.header) + offset
-        self._offsets = offsets
-
-    def offset(self, name: str) -> int:
-        """The position of a tensor's first byte in the file."""
-        return len(self.header) + self._offsets[name]
+        self.first_bytes = {name: len(self.header) + start for name, start in offsets.items()}
 
 
 class SafetensorsWriter:
@@ -140,19 +134,16 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
         """Write a tensor, or a run of its elements from ``start`` in row-major order, and return the bytes."""
         flat = tensor.detach().contiguous().cpu().reshape(-1)
-        with self._naming_errors():
-            self._open()
-            offset = self._layout.offset(name) + start * flat.itemsize
-            write_all(self._descriptor, memory_of(flat), offset)
+        with self._opened() as descriptor:
+            write_all(descriptor, memory_of(flat), self._layout.first_bytes[name] + start * flat.itemsize)
         if self.checksums is not None:
             self.checksums[name] = zlib.crc32(memory_of(flat), self.checksums[name])
         return flat.nbytes
 
     def fsync(self) -> None:
         """Return once the file is on the disk."""
-        with self._naming_errors():
-            self._open()
-            os.fsync(self._descriptor)
+        with self._opened() as descriptor:
+            os.fsync(descriptor)
 
     def close(self) -> None:
         """Close the file without waiting for the disk."""
@@ -161,12 +152,12 @@ class SafetensorsWriter:
                 os.close(self._descriptor)
         self._descriptor = -1
 
-    def _open(self) -> None:
-        if self._descriptor < 0:
-            self._descriptor = os.open(self.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
-
-    def _naming_errors(self) -> AbstractContextManager[None]:
-        return naming_write_errors(self.path, self._layout.nbytes)
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        with naming_write_errors(self.path, self._layout.nbytes):
+            if self._descriptor < 0:
+                self._descriptor = os.open(self.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+            yield self._descriptor
 
     def finish(self) -> None:
         """Write staged tensors, and close the file once it is on the disk."""
@@ -189,10 +180,7 @@ class SafetensorsWriter:
 def file_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
     """Yield a box's contiguous runs: first element in the full tensor, first element in the box, number of elements."""
     length = run_length(box, shape)
-    strides = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    sizes = box_shape(box)
+    strides, sizes = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))], box_shape(box)
     for number in range(volume(box) // length if length else 0):
         rest, start = number * length, 0
         for dim in reversed(range(len(shape))):
@@ -265,18 +253,14 @@ class SafetensorsReader:
 
     def _read_runs(self, file: Path, first: int, shape: Sequence[int], box: Box, values: Tensor) -> None:
         """Fill ``values`` with a box of the stored tensor of ``shape`` that begins at byte ``first`` of a file."""
-        flat = values.reshape(-1)
-        for start, inner, length in file_runs(shape, box):
-            self.read_bytes(file, first + start * flat.itemsize, flat[inner : inner + length])
-
-    def read_bytes(self, file: Path, start: int, values: Tensor) -> None:
-        """Fill a contiguous tensor on the CPU with the bytes of a file from ``start`` on, in large reads."""
-        view = memory_of(values.reshape(-1))
+        memory, itemsize = memory_of(values.view(-1)), values.itemsize
         try:
-            while view:
-                if not (count := os.preadv(self._files[file].descriptor, [view[:MOVED_AT_ONCE]], start)):
-                    raise EOFError("it ends early")
-                view, start = view[count:], start + count
+            for start, inner, length in file_runs(shape, box):
+                view, at = memory[inner * itemsize : (inner + length) * itemsize], first + start * itemsize
+                while view:
+                    if not (count := os.preadv(self._files[file].descriptor, [view[:MOVED_AT_ONCE]], at)):
+                        raise EOFError("it ends early")
+                    view, at = view[count:], at + count
         except (OSError, EOFError) as error:
             raise self._damaged(file, error) from error
 

@@ -28,7 +28,7 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.values import require_bool, require_one_of
-from fsdp_runtime.weights.quantize.kernels import BLOCK, FP8, FP8_MAX, cell_amax
+from fsdp_runtime.weights.quantize.formats import BLOCK, FP8, FP8_MAX, cell_amax
 from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans import ColwiseParallel, Plan, RowwiseParallel
 from tp_plans.layouts import compute_ranges

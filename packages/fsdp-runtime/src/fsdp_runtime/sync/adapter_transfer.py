@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime import save_adapter
-from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers
+from fsdp_runtime._peft_compat import base_model, lora_layers
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sharded import ModelState, own_rank, require_path
 from fsdp_runtime.sync.engine_client import EngineClient
 from fsdp_runtime.sync.weight_transfer import on_every_rank
-from fsdp_runtime.weights import saved_tensors
+from fsdp_runtime.weights import require_adapter, saved_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -160,43 +160,37 @@ def require_servable(model: Any, adapter: str) -> None:
     vLLM reads two factors per layer and one scaling for all layers, ``lora_alpha / r``; the two stacked parameters of
     experts are ``experts.base_layer`` (gate and up) and ``experts`` (down).
     """
-    if not is_peft_model(model) or adapter not in model.peft_config:
-        raise OptionError(f"{type(model).__name__} has no adapter {adapter!r}: pass the PeftModel and one of its names")
-    config = model.peft_config[adapter]
-    problems = [] if str(getattr(config.peft_type, "value", config.peft_type)) == "LORA" else [f"is {config.peft_type}"]
-    problems += [f"has {name}={value!r}" for name in _BEYOND_FACTORS if (value := getattr(config, name, None))]
-    if getattr(config, "bias", "none") != "none":
-        problems.append(f"trains biases (bias={config.bias!r})")
-    if not problems:
-        problems = _unlike_peft(model, adapter, config)
-    if problems:
+    require_adapter(model, adapter)
+    if problem := next(_problems(model, adapter), None):
         raise OptionError(
-            f"adapter {adapter!r} {problems[0]}, which vLLM does not read from an adapter: send merged weights "
+            f"adapter {adapter!r} {problem}, which vLLM does not read from an adapter: send merged weights "
             "(stream_weights, WeightTransfer), or train an adapter of plain LoRA on linear layers"
         )
 
 
-def _unlike_peft(model: Any, adapter: str, config: Any) -> list[str]:
+def _problems(model: Any, adapter: str) -> Iterator[str]:
+    config = model.peft_config[adapter]
+    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+        yield f"is {config.peft_type}"
+    yield from (f"has {name}={value!r}" for name in _BEYOND_FACTORS if (value := getattr(config, name, None)))
+    if getattr(config, "bias", "none") != "none":
+        yield f"trains biases (bias={config.bias!r})"
     scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
-    problems, stacked = [], dict[str, str]()
+    stacked: dict[str, str] = {}
     for layer in lora_layers(base_model(model)):
         wrapper: Any = layer.module
         if adapter not in wrapper.lora_A:
             continue
         if not math.isclose(wrapper.scaling[adapter], scaling, rel_tol=1e-6):
-            problems.append(
-                f"scales {layer.path} by {wrapper.scaling[adapter]:g} and not by lora_alpha / r = {scaling:g}"
-            )
+            yield f"scales {layer.path} by {wrapper.scaling[adapter]:g} and not by lora_alpha / r = {scaling:g}"
         if layer.path.rpartition(".")[2] in ("lm_head", "embed_tokens") or wrapper.lora_embedding_A:
-            problems.append(f"adapts {layer.path}")
+            yield f"adapts {layer.path}"
         if layer.matrix is not None:
-            problems.append(f"adapts the parameter {layer.matrix}")
+            yield f"adapts the parameter {layer.matrix}"
         if layer.parameter is not None:
             stacked[layer.path] = layer.parameter
     for path, parameter in stacked.items():
-        is_inner, both = path.endswith(".base_layer"), {path, path.removesuffix(".base_layer")}
-        pair = "down_proj" if is_inner else "gate_up_proj"
-        partner = (both - {path}).pop() if is_inner else f"{path}.base_layer"
+        outer = path.removesuffix(".base_layer")
+        pair, partner = ("gate_up_proj", f"{path}.base_layer") if outer == path else ("down_proj", outer)
         if parameter == pair or stacked.get(partner) != pair:
-            problems.append(f"adapts {path}.{parameter} without {pair} in the order of vLLM")
-    return problems
+            yield f"adapts {path}.{parameter} without {pair} in the order of vLLM"

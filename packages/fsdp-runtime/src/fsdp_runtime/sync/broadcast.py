@@ -40,8 +40,7 @@ def send_weights(
         flat: broadcast a bucket as one flat byte tensor, which :func:`unflatten_bucket` splits; else tensor by tensor.
 
     Raises:
-        ConversionError: the model's tensors differ from the class's (``names="model"`` works), or are quantized.
-        OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
+        ConversionError, OptionError: as :class:`WeightExport`.
 
     Example:
         >>> import torch.distributed as dist

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import BASE, base_model
+from fsdp_runtime._peft_compat import BASE
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import ConversionError, OptionError
@@ -61,10 +61,9 @@ class ModelShards:
         quantize = export.quantize
         if adapter is None:
             prepared = export.prepare(state)
-            groups, quantize = prepared.groups, prepared.quantize
+            groups, quantize = prepared.groups, prepared.options.quantize
         else:
-            tensors_of_adapter = saved_tensors(model, state.whole, adapter, embeddings=False)
-            groups = _adapter_groups(base_model(model), tensors_of_adapter, export.exported_dtype, state.holders)
+            groups = _adapter_groups(state, adapter, export.exported_dtype)
         self._held = HeldTensors(model, state.entries)
         own, stages = own_rank(), state.stages
         everyone = [own] if state.mesh is None else state.mesh.mesh.flatten().tolist()
@@ -84,8 +83,7 @@ class ModelShards:
                 blocks[item.name] = []
             if group.ranks is not None and own not in group.ranks:
                 continue
-            adapters = {part for each in group.adapters.values() for f in each for part in (f.a_name, f.b_name)}
-            local |= {name: local_tensor(each).detach() for name, each in group.sources.items() if name not in adapters}
+            local |= {name: local_tensor(group.sources[name]).detach() for name in group.dtypes}  # without factors
             for item in group.tensors:
                 blocks[item.name] = [
                     replace(block, rank=rank)
@@ -115,8 +113,7 @@ class ModelShards:
         """This rank's local tensors; the layout's blocks name them.
 
         Raises:
-            OptionError: some tensors are merged or quantized copies, and :meth:`refresh` was not called; or the model's
-                tensors or adapters were replaced.
+            OptionError: copies lack values before :meth:`refresh`, or the model's tensors or adapters were replaced.
         """
         self._require_same_tensors()
         if not self._is_fresh:
@@ -154,19 +151,15 @@ def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[
     return side or {}
 
 
-def _adapter_groups(
-    base: nn.Module,
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-    ranks_of: Mapping[int, tuple[int, ...] | None],
-) -> list[ExportGroup]:
+def _adapter_groups(state: ModelState, adapter: str, dtype: torch.dtype | None) -> list[ExportGroup]:
     """Return one export group per adapter tensor, under the tensor's name."""
+    tensors = saved_tensors(state.model, state.whole, adapter, embeddings=False)
     groups, copies = [], {name: name.removeprefix(f"{BASE}.") for name in tensors if ".lora_" not in name}
-    kept = {} if dtype is None else kept_dtypes(base, copies.values(), dtype)
+    kept = {} if dtype is None else kept_dtypes(state.base.module, copies.values(), dtype)
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         rounded = kept.get(copies.get(name, ""), dtype)
         exported = rounded if rounded and tensor.is_floating_point() else tensor.dtype
         item = ExportedTensor(name, exported, shape, [identity_chunk(name, shape)])
-        groups.append(ExportGroup({name: tensor}, [item], None, {}, {name: exported}, ranks_of[id(tensor)]))
+        groups.append(ExportGroup({name: tensor}, [item], None, {}, {name: exported}, state.holders[id(tensor)]))
     return groups

@@ -73,36 +73,28 @@ class QuantizedShards:
         tensors: dict[str, CheckpointTensor] = {}
         blocks: dict[str, list[StoredBlock]] = {}
         for name, tensor in layout.tensors.items():
-            if not quantization.applies(name, tensor.shape):
-                tensors[name], blocks[name] = tensor, list(layout.blocks(name))
+            stored = layout.blocks(name)
+            if not (parts := quantization.parts(name, tensor.shape)):
+                tensors[name], blocks[name] = tensor, list(stored)
                 continue
-            for part in quantization.parts(name, tensor.shape):
+            for part in parts:
                 tensors[part.name] = CheckpointTensor(part.shape, str(part.dtype).removeprefix("torch."))
-            self._add(name, tensor.shape, layout.blocks(name), blocks, rank)
+                blocks[part.name] = []
+            count: dict[int, int] = {}
+            for block in stored:
+                number = count[block.rank] = count.get(block.rank, -1) + 1
+                locals_ = tuple(f"{part.name}#{number}" for part in parts)  # no module has such a name
+                for place, (part, part_name) in enumerate(zip(parts, locals_, strict=True)):
+                    box, dims = _part_box(quantization, name, place, block), tuple(range(len(part.shape)))
+                    blocks[part.name].append(StoredBlock(block.rank, box, part_name, (0,) * len(dims), dims))
+                if block.rank == rank:
+                    self._own.append(_OwnBlock(name, block, locals_))
+            self._share(name, tensor.shape, stored)
         self.layout = TransferLayout(tensors, blocks)
         self.local = self._allocated(tensors, blocks, rank)
 
-    def _add(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        stored: Sequence[StoredBlock],
-        blocks: dict[str, list[StoredBlock]],
-        rank: int,
-    ) -> None:
-        """Add the blocks of a weight's parts, and record this rank's blocks and the shared magnitudes."""
-        parts = self._quantization.parts(name, shape)
-        blocks.update({part.name: [] for part in parts})
-        count: dict[int, int] = {}
-        for block in stored:
-            number = count[block.rank] = count.get(block.rank, -1) + 1
-            locals_ = tuple(f"{part.name}#{number}" for part in parts)  # no module has such a name
-            for place, (part, local) in enumerate(zip(parts, locals_, strict=True)):
-                box = _part_box(self._quantization, name, place, block)
-                dims = tuple(range(len(part.shape)))
-                blocks[part.name].append(StoredBlock(block.rank, box, local, (0,) * len(dims), dims))
-            if block.rank == rank:
-                self._own.append(_OwnBlock(name, block, locals_))
+    def _share(self, name: str, shape: Sequence[int], stored: Sequence[StoredBlock]) -> None:
+        """Record the shared magnitudes of a weight."""
         cut: list[tuple[int, ...]] = []  # the cells of each dim that a block's border cuts
         for dim, cell in enumerate(self._quantization.cell):
             borders = {border for block in stored for border in block.box[dim] if border != shape[dim]}

@@ -3,7 +3,7 @@
 A training state is a directory of safetensors files, one per rank, with a JSON manifest; other values are read with
 ``torch.load(weights_only=True)``.  ``torch.distributed.checkpoint`` is not used: it unpickles its metadata and many
 values, and takes offsets from DTensor.  DTensor's arithmetic for uneven shards over ``tp`` differs from FSDP2's layout
-(see ``sharded.shard_offsets``).
+(see ``sharded.boxes``).
 """
 
 from __future__ import annotations

@@ -7,34 +7,34 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import CheckpointError, MismatchError
 from fsdp_runtime.model.generators import require_rng_states, set_rng_states
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, settings_at_source, source_folder
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all
-from fsdp_runtime.sharded.chunks import fill_local, whole_chunk
-from fsdp_runtime.sharded.collectives import (
-    first_rank_speaks,
-    raise_on_all,
-    require_equal_on_all,
-)
+from fsdp_runtime.sharded.boxes import fill_local, identity_chunk, require_layouts
+from fsdp_runtime.sharded.collectives import first_rank_speaks, raise_on_all
 from fsdp_runtime.sharded.model_state import ModelState
-from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader, memory_of
-from fsdp_runtime.sharded.shard_offsets import require_layouts
-from fsdp_runtime.training_state.directory import newest_state
-from fsdp_runtime.training_state.manifest import MANIFEST, Manifest, StoredTensor, read_manifest
+from fsdp_runtime.sharded.saved_files import require_path
+from fsdp_runtime.training_state.directory import (
+    MANIFEST,
+    Manifest,
+    StoredTensor,
+    newest_state,
+    read_manifest,
+    read_object,
+)
 from fsdp_runtime.training_state.optimizers import (
     as_list,
     of_parameters,
@@ -43,9 +43,11 @@ from fsdp_runtime.training_state.optimizers import (
     require_saved_optimizer,
     restore_optimizer,
 )
-from fsdp_runtime.training_state.safe_pickle import read_object
-from fsdp_runtime.training_state.save import SHARED_FILE, Stateful, mesh_sizes, rng_file
+from fsdp_runtime.training_state.save import SHARED_FILE, mesh_sizes, rng_file
 from tp_plans.boxes import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 logger = logging.getLogger(__name__)
 #: Types of the values in the file of non-tensor values, by key.
@@ -116,11 +118,10 @@ def load_training_state(
     with raise_on_all(ranks) as opened:
         manifest, of_manifest = read_manifest(folder)
         reader = _StateReader(folder, manifest)
-        opened.value = {"directory: the checksum of the manifest": of_manifest}
+        opened.options = {"directory: the checksum of the manifest": of_manifest}
     with reader, leave_inference_mode():
-        require_equal_on_all(opened.values)
         with raise_on_all(ranks) as checked, first_rank_speaks(ranks.groups):
-            checked.value = settings_at_source(base_model(model))
+            checked.value = settings_at_source(held.base.module)
             shared = read_object(folder, SHARED_FILE, manifest.files, _SHARED)
             same_mesh = (mesh_sizes(held.mesh), ranks.count) == (dict(manifest.mesh), manifest.world_size)
             rng = read_object(folder, rng_file(ranks.index), manifest.files, {"rng": dict}) if same_mesh else None
@@ -140,10 +141,13 @@ def load_training_state(
             entries = refresh_buffers(entries)
             for entry in entries:
                 reader.fill(f"model/{entry.names[0]}", entry.tensor)
-            _load_optimizers(optimizers, entries, shared, reader)
+            parameters: dict[str, Tensor] = {entry.names[0]: entry.tensor for entry in entries}
+            for index, (optimizer, saved) in enumerate(zip(optimizers, shared["optimizers"], strict=False)):
+                for name, empty in restore_optimizer(index, optimizer, parameters, saved, manifest.tensors):
+                    reader.fill(name, empty)
             reader.require_unchanged()
     if (settings := checked.values[ranks.global_first]) is not None:
-        adopt(base_model(model), source_folder(base_model(model)), settings)
+        adopt(held.base.module, source_folder(held.base.module), settings)
     if scheduler is not None:
         scheduler.load_state_dict(shared["scheduler"])
     if rng is not None:
@@ -162,7 +166,6 @@ def _check(
     manifest: Manifest,
     shared: Mapping[str, Any],
 ) -> None:
-    """Raise :class:`MismatchError` unless the saved state matches the model, optimizers and scheduler to restore."""
     stored = {name.removeprefix("model/"): t for name, t in manifest.tensors.items() if name.startswith("model/")}
     problems = [problem for entry in entries if (problem := _problem(entry, stored.get(entry.names[0]))) is not None]
     known = {entry.names[0] for entry in entries}
@@ -190,21 +193,6 @@ def _problem(entry: StateEntry, stored: StoredTensor | None) -> str | None:
     return None
 
 
-def _load_optimizers(
-    optimizers: Sequence[Optimizer], entries: Sequence[StateEntry], shared: Mapping[str, Any], reader: _StateReader
-) -> None:
-    parameters: dict[str, Tensor] = {entry.names[0]: entry.tensor for entry in entries}
-    for index, (optimizer, saved) in enumerate(zip(optimizers, shared["optimizers"], strict=False)):
-        prefix = f"optimizer/{index}/"
-        stored = {
-            name.removeprefix(prefix): (tensor.shape, getattr(torch, tensor.dtype))
-            for name, tensor in reader.manifest.tensors.items()
-            if name.startswith(prefix)
-        }
-        for name, empty in restore_optimizer(optimizer, parameters, saved, stored):
-            reader.fill(prefix + name, empty)
-
-
 class _StateReader(SafetensorsReader):
     """Reader of a training state's files; it opens each file at its first use."""
 
@@ -213,7 +201,7 @@ class _StateReader(SafetensorsReader):
         self.manifest = manifest
         self._directory = directory
         self._chunks = {
-            name: [whole_chunk(chunk.file, chunk.box) for chunk in stored.chunks]
+            name: [replace(identity_chunk(chunk.file, chunk.shape), target=chunk.box) for chunk in stored.chunks]
             for name, stored in manifest.tensors.items()
         }
         needed = {chunk.file for stored in manifest.tensors.values() for chunk in stored.chunks} | set(manifest.files)

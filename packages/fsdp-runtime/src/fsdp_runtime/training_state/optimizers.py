@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,8 +14,8 @@ from torch.optim import Optimizer
 
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.state import StateEntry
-from fsdp_runtime.sharded.shard_offsets import zeros_by_rows
-from fsdp_runtime.training_state.manifest import StoredTensor
+from fsdp_runtime.sharded.boxes import zeros_by_rows
+from fsdp_runtime.training_state.directory import StoredTensor
 
 #: Placement of a state tensor: as its parameter; as its parameter's rows, with another last dim; replicated over the
 #: mesh of a DTensor parameter; or plain.
@@ -27,37 +26,27 @@ StatePlacement = Literal["parameter", "parameter on the cpu", "rows", "replicate
 _BY_PARAMETER = ("placements", "values")
 
 
-@dataclass(frozen=True)
-class OptimizerTensor:
-    """A tensor of an optimizer's state: its parameter's name, its key in the optimizer, and its placement."""
-
-    parameter: str
-    key: str
-    tensor: Tensor
-    placement: StatePlacement
-
-
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     """Return zero, one or several optimizers as a list."""
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
 
 
-def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[OptimizerTensor]:
-    """Yield every tensor of an optimizer's state; ``names`` is a result of :func:`parameter_names`."""
+def optimizer_tensors(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[str, str, Tensor, StatePlacement]]:
+    """Yield the tensors of an optimizer's state, each after its parameter's name and its key, before its placement."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 name = names[id(parameter)]
-                yield OptimizerTensor(name, key, value, _placement(name, key, parameter, value))
+                yield name, key, value, _placement(name, key, parameter, value)
 
 
 def optimizer_metadata(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return an optimizer's class and groups, and its state's non-tensor values and placements."""
     placements: dict[str, dict[str, str]] = {}
-    for item in optimizer_tensors(optimizer, names):
-        placements.setdefault(item.parameter, {})[item.key] = item.placement
+    for parameter_name, key, _, placement in optimizer_tensors(optimizer, names):
+        placements.setdefault(parameter_name, {})[key] = placement
     values = {
         names[id(parameter)]: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         for parameter, state in optimizer.state.items()
@@ -170,9 +159,13 @@ def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping
 
 
 def restore_optimizer(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor], saved: Mapping[str, Any], tensors: Mapping[str, Any]
+    index: int,
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, StoredTensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Restore an optimizer's settings, and replace its state by empty tensors; yield them as ``<parameter>/<key>``."""
+    """Restore an optimizer's settings; replace its state by empty tensors, and yield them by name in the manifest."""
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in settings.items():
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
@@ -184,10 +177,10 @@ def restore_optimizer(
         optimizer.state[parameters[name]] = dict(values)
     for name, placements in saved["placements"].items():
         for key, placement in placements.items():
-            shape, dtype = tensors[f"{name}/{key}"]
-            tensor = _empty(parameters[name], shape, dtype, placement)
+            stored = tensors[path := f"optimizer/{index}/{name}/{key}"]
+            tensor = _empty(parameters[name], stored.shape, getattr(torch, stored.dtype), placement)
             optimizer.state[parameters[name]][key] = tensor
-            yield f"{name}/{key}", tensor
+            yield path, tensor
 
 
 def _placement(name: str, key: str, parameter: Tensor, value: Tensor) -> StatePlacement:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +20,13 @@ from torch.optim import Optimizer
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.generators import rng_states
 from fsdp_runtime.model.state import StateEntry, require_memory
-from fsdp_runtime.sharded.async_saves import (
-    HostStaging,
-    SaveFuture,
-    save_in_thread,
-    wait_for_running,
-)
-from fsdp_runtime.sharded.chunks import local_part
-from fsdp_runtime.sharded.collectives import (
-    ModelRanks,
-    all_gather_objects,
-    raise_on_all,
-    require_equal_on_all,
-)
+from fsdp_runtime.sharded.async_saves import HostStaging, SaveFuture, save_in_thread, wait_for_running
+from fsdp_runtime.sharded.boxes import local_part, require_layouts, shard_steps
+from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects, raise_on_all
 from fsdp_runtime.sharded.model_state import ModelState
-from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
-from fsdp_runtime.sharded.shard_offsets import require_layouts, shard_steps
-from fsdp_runtime.sharded.work_directory import work_directory
-from fsdp_runtime.training_state.directory import commit
-from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor
+from fsdp_runtime.sharded.saved_files import require_path, work_directory
+from fsdp_runtime.training_state.directory import Manifest, StoredChunk, StoredTensor, commit, serialize, write_object
 from fsdp_runtime.training_state.optimizers import (
     as_list,
     merged_metadata,
@@ -45,23 +34,14 @@ from fsdp_runtime.training_state.optimizers import (
     optimizer_tensors,
     parameter_names,
 )
-from fsdp_runtime.training_state.safe_pickle import serialize, write_object
 from tp_plans.boxes import Box
 
+if TYPE_CHECKING:  # its package takes long to import
+    from torch.distributed.checkpoint.stateful import Stateful
+
 SHARED_FILE = "shared.pt"
-#: Shape and dtype of tensors by name.
-_Described = Mapping[str, tuple[tuple[int, ...], str]]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with a dict as its state, such as a learning-rate scheduler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore a state."""
+#: A rank's chunks, the sizes and checksums of its other files, and the tensors of its stage, by the first rank of each.
+_Written = tuple[Mapping[str, StoredChunk], Mapping[str, tuple[int, int]], Mapping[str, StoredTensor]]
 
 
 class _StateOptions(TypedDict, total=False):
@@ -115,7 +95,7 @@ def save_training_state(
     replaced job that is still alive: no state is lost or mixed, and the state with the last commit is the newest.
 
     Args:
-        directory: the same on every rank; created if it does not exist; every state is a directory in it.
+        directory: created if it does not exist; every state is a directory in it.
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         optimizer: one optimizer or several, over the model's parameters.
         step: a number for the directory's name and for ``TrainingState.step``, the same on every rank.
@@ -125,8 +105,7 @@ def save_training_state(
             after this job's first load from or save to the directory are neither counted nor removed.
         asynchronous: return a :class:`~fsdp_runtime.sharded.async_saves.SaveFuture` once this rank's part is copied to
             host memory; a thread writes the copy while training goes on and changes the tensors.  The saved state is
-            the same, bit for bit.  ``wait()`` returns its directory and raises the thread's errors.  A later save of
-            this process waits until the thread has ended.
+            the same, bit for bit.  A later save of this process waits until the thread has ended.
 
     Raises:
         OptionError: a value cannot be saved in a form that is safe to load, a number is negative, the model is on the
@@ -165,10 +144,9 @@ def save_training_state(
         values: dict[str, Any] = {"optimizers": metadata, "scheduler": state, "extra": dict(extra or {})}
         shared = serialize(values)
         rng = serialize({"rng": rng_states()})
-        options = {"directory": os.path.normpath(folder), "step": step, "keep": keep, "asynchronous": asynchronous}
-        agreed.value = options
+        directory = os.path.normpath(folder)
+        agreed.options = {"directory": directory, "step": step, "keep": keep, "asynchronous": asynchronous}
         wait_for_running()
-    require_equal_on_all(agreed.values)
     if stages is not None:
         with raise_on_all(ranks):
             of_stages = all_gather_objects(stages.line, metadata)
@@ -180,55 +158,43 @@ def save_training_state(
             file = work / f"rank-{ranks.index:05d}.safetensors"
             writes = _started_writes(file, chunks, resources, asynchronous=asynchronous)
         objects = {rng_file(ranks.index): rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
-        described = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
-        described = described if writers.is_first else {}
-        save = _Save(work, step, keep, mesh_sizes(held.mesh), writes, objects, described)
-        if not asynchronous:
-            return save.finish(ranks)
-        return save_in_thread(save.finish, ranks, list(agreed.values), resources)
+        forms = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+        stored = {name: StoredTensor(*form, ()) for name, form in forms.items() if writers.is_first}
+        manifest = Manifest(step, ranks.count, mesh_sizes(held.mesh), stored, {})
+        finish = partial(_finish, work, manifest, keep, writes, objects)
+        return save_in_thread(finish, ranks, list(agreed.values), resources) if asynchronous else finish(ranks)
 
 
-@dataclass
-class _Save:
-    """The end of the writes and the commit of a save, while training waits or after the tensors were copied."""
+def _finish(
+    work: Path,
+    manifest: Manifest,
+    keep: int | None,
+    writes: Callable[[], dict[str, StoredChunk]],
+    objects: Mapping[str, bytes],
+    ranks: ModelRanks,
+) -> Path:
+    """Complete this rank's shards and other files; put the state into effect, and return its directory.  Collective."""
+    with raise_on_all(ranks) as written:
+        chunks, files = writes(), dict[str, tuple[int, int]]()
+        for name, content in objects.items():
+            files |= write_object(work, name, content)
+        written.value = chunks, files, manifest.tensors
+    with raise_on_all(ranks) as committed:
+        if ranks.is_first:
+            _complete(manifest, written.values.values()).write(work)
+            committed.value = commit(work, manifest.step, keep)
+    final: Path = committed.values[ranks.global_first]
+    return final
 
-    work: Path  # directory of the unfinished state
-    step: int
-    keep: int | None
-    mesh: Mapping[str, int]
-    writes: Callable[[], dict[str, StoredChunk]]  # completes this rank's shards
-    objects: Mapping[str, bytes]  # this rank's other files
-    described: _Described  # shape and dtype of every tensor of a stage, by its first rank
 
-    def finish(self, ranks: ModelRanks) -> Path:
-        """Write this rank's files, and put the state into effect after all ranks; return its directory.  Collective."""
-        with raise_on_all(ranks) as written:
-            chunks = self.writes()
-            files: dict[str, tuple[int, int]] = {}
-            for name, content in self.objects.items():
-                files |= write_object(self.work, name, content)
-            written.value = chunks, files, self.described
-        with raise_on_all(ranks) as committed:
-            if ranks.is_first:
-                self._manifest(list(written.values.values()), ranks).write(self.work)
-                committed.value = commit(self.work, self.step, self.keep)
-        final: Path = committed.values[ranks.global_first]
-        return final
-
-    def _manifest(
-        self,
-        written: Sequence[tuple[Mapping[str, StoredChunk], Mapping[str, tuple[int, int]], _Described]],
-        ranks: ModelRanks,
-    ) -> Manifest:
-        described = {name: form for *_, forms in written for name, form in forms.items()}
-        chunks: dict[str, list[StoredChunk]] = {name: [] for name in described}
-        files: dict[str, tuple[int, int]] = {}
-        for rank_chunks, rank_files, _ in written:
-            files |= rank_files
-            for name, chunk in rank_chunks.items():
-                chunks[name].append(chunk)
-        stored = {name: StoredTensor(shape, dtype, tuple(chunks[name])) for name, (shape, dtype) in described.items()}
-        return Manifest(step=self.step, world_size=ranks.count, mesh=self.mesh, tensors=stored, files=files)
+def _complete(manifest: Manifest, written: Collection[_Written]) -> Manifest:
+    chunks: dict[str, list[StoredChunk]] = defaultdict(list)
+    for rank_chunks, _, _ in written:
+        for name, chunk in rank_chunks.items():
+            chunks[name].append(chunk)
+    stored = {name: tensor for *_, tensors in written for name, tensor in tensors.items()}
+    tensors = {name: replace(tensor, chunks=tuple(chunks[name])) for name, tensor in stored.items()}
+    return replace(manifest, tensors=tensors, files={name: entry for _, f, _ in written for name, entry in f.items()})
 
 
 def rng_file(index: int) -> str:
@@ -253,9 +219,9 @@ def named_tensors(
     names = parameter_names(entries, optimizers)
     tensors = {f"model/{name}": entry.tensor for entry in entries if (name := entry.names[0]) not in skipped}
     for index, optimizer in enumerate(optimizers):
-        for item in optimizer_tensors(optimizer, names):
-            if item.parameter not in skipped:
-                tensors[f"optimizer/{index}/{item.parameter}/{item.key}"] = item.tensor
+        for parameter, key, tensor, _ in optimizer_tensors(optimizer, names):
+            if parameter not in skipped:
+                tensors[f"optimizer/{index}/{parameter}/{key}"] = tensor
     return tensors
 
 

@@ -1,26 +1,18 @@
-"""Weights of sharded models: load and save Hugging Face checkpoints, stream full tensors."""
+"""Load, save and stream the weights of sharded models.  Other rooms import names beyond ``__all__`` from here."""
 
 from __future__ import annotations
 
 from fsdp_runtime.model.buffers import meta_device
 from fsdp_runtime.model.materialize import materialize
-from fsdp_runtime.weights.adapters import adapter_tensors as adapter_tensors
-from fsdp_runtime.weights.adapters import saved_tensors as saved_tensors
-from fsdp_runtime.weights.export import ExportedTensor as ExportedTensor
-from fsdp_runtime.weights.export import ExportGroup as ExportGroup
-from fsdp_runtime.weights.export import MergedShards as MergedShards
+from fsdp_runtime.weights.adapters import adapter_tensors, require_adapter, saved_tensors
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, MergedShards
 from fsdp_runtime.weights.load import LoadReport, load_weights
 from fsdp_runtime.weights.load_adapter import init_adapters, load_adapter
 from fsdp_runtime.weights.multi_token_heads import multi_token_weights
-from fsdp_runtime.weights.quantize.dequantized import DequantizedTensor as DequantizedTensor
-from fsdp_runtime.weights.quantize.formats import Quantization as Quantization
-from fsdp_runtime.weights.quantize.formats import QuantizationFormat as QuantizationFormat
+from fsdp_runtime.weights.quantize.formats import Quantization, QuantizationFormat
+from fsdp_runtime.weights.quantize.packed import DequantizedTensor
 from fsdp_runtime.weights.save import save_weights
-from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
-from fsdp_runtime.weights.stream import Bucket as Bucket
-from fsdp_runtime.weights.stream import HeldTensors as HeldTensors
-from fsdp_runtime.weights.stream import WeightExport as WeightExport
-from fsdp_runtime.weights.stream import stream_weights
+from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, Bucket, HeldTensors, WeightExport, stream_weights
 
 __all__ = [
     "LoadReport",

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fsdp_runtime._peft_compat import (
-    BaseModel,
-    Place,
-    adapter_file,
-    is_disabled,
-    is_peft_model,
-    kind_of,
-)
+from fsdp_runtime._peft_compat import BaseModel, adapter_file, is_disabled, is_peft_model, kind_of
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.stages import with_absent_tensors
 from fsdp_runtime.model.state import StateEntry
@@ -42,25 +35,23 @@ def base_state_entries(base: BaseModel, entries: Sequence[StateEntry], *, export
     if not base.prefix:
         return list(entries)
     owners = {place.path: place for place in base.places if place.wrapper is None}
-    return list(_of_base(_inside(base, entries), owners, exported=exported))
-
-
-def _inside(base: BaseModel, entries: Sequence[StateEntry]) -> Iterator[StateEntry]:
-    """Yield the entries inside of the base model, adapters included, under their names there."""
-    for entry in entries:
-        names = [name.removeprefix(base.prefix) for name in entry.names if name.startswith(base.prefix)]
-        if names:
-            yield replace(entry, names=tuple(names))
-
-
-def _of_base(entries: Iterable[StateEntry], owners: Mapping[str, Place], *, exported: bool) -> Iterator[StateEntry]:
-    for entry in entries:
+    base_entries = []
+    for entry in _inside(base, entries):
         names = []
         for name in entry.names:
             owner, _, attribute = name.rpartition(".")
             place = owners.get(owner)
             if place is not None and (place.in_force if exported else not place.is_copy or entry.tensor.is_meta):
                 names.append(f"{place.base}.{attribute}" if place.base else attribute)
+        if names:
+            base_entries.append(replace(entry, names=tuple(names)))
+    return base_entries
+
+
+def _inside(base: BaseModel, entries: Sequence[StateEntry]) -> Iterator[StateEntry]:
+    """Yield the entries inside of the base model, adapters included, under their names there."""
+    for entry in entries:
+        names = [name.removeprefix(base.prefix) for name in entry.names if name.startswith(base.prefix)]
         if names:
             yield replace(entry, names=tuple(names))
 
@@ -106,7 +97,7 @@ def merge_lora(
     """Merge adapters into a weight or a part of it; the result has the wider of the weight's dtype and float32."""
     # The adapter's rank-1 products are added one by one: a matrix product's order of additions, and so its last bit,
     # depends on the part's shape. ``box`` has the slices of the part: experts (if stacked), rows, columns.
-    exact = exact_dtype(weight)
+    exact = torch.promote_types(weight.dtype, torch.float32)
     merged = weight.to(exact, copy=True)
     product, term = torch.empty_like(merged), torch.empty_like(merged)
     for factor in factors:
@@ -124,11 +115,6 @@ def merge_lora(
     return merged
 
 
-def exact_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype for merging adapters into a weight: the wider of the weight's dtype and float32."""
-    return torch.promote_types(weight.dtype, torch.float32)
-
-
 def require_materialized_adapters(base: BaseModel, entries: Sequence[StateEntry]) -> None:
     """Raise :class:`ModelError` if adapters are on the meta device: the base model's checkpoint lacks them."""
     on_meta = [name for entry in entries if entry.tensor.is_meta for name in entry.names if ".lora_" in name]
@@ -143,7 +129,7 @@ def saved_tensors(
     model: Any, entries: Sequence[StateEntry], adapter: str, *, embeddings: bool | Literal["auto"]
 ) -> dict[str, Tensor]:
     """Return the tensors that peft saves for an adapter, by the names in the adapter's file."""
-    _require_adapter(model, adapter)
+    require_adapter(model, adapter)
     tensors = {name: entry.tensor for entry in entries for name in entry.names}
     with with_absent_tensors(entries):
         saved = adapter_file(model, adapter, tensors, embeddings=embeddings)
@@ -156,15 +142,16 @@ def saved_tensors(
 
 def adapter_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
     """Return an adapter's low-rank factors by the names that peft gives them on disk."""
-    _require_adapter(model, adapter)
-    tensors = {}
-    for entry in entries:
-        for part in ("lora_A", "lora_B"):
-            if f".{part}.{adapter}." in entry.names[0]:
-                tensors[entry.names[0].replace(f".{part}.{adapter}.", f".{part}.")] = entry.tensor
-    return tensors
+    require_adapter(model, adapter)
+    return {
+        entry.names[0].replace(f".{part}.{adapter}.", f".{part}."): entry.tensor
+        for entry in entries
+        for part in ("lora_A", "lora_B")
+        if f".{part}.{adapter}." in entry.names[0]
+    }
 
 
-def _require_adapter(model: Any, adapter: str) -> None:
+def require_adapter(model: Any, adapter: str) -> None:
+    """Refuse a model without an adapter of a name."""
     if not is_peft_model(model) or adapter not in model.peft_config:
         raise OptionError(f"{type(model).__name__} has no adapter {adapter!r}: pass the PeftModel and one of its names")

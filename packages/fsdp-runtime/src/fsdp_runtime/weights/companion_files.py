@@ -16,7 +16,7 @@ import torch
 from fsdp_runtime._transformers_compat.checkpoints import relative_imports, save_config, vocabulary_size
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.model.pretrained_source import saved_generation, source_folder
-from fsdp_runtime.sharded.fsync import naming_write_errors
+from fsdp_runtime.sharded.saved_files import naming_write_errors
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fsdp_runtime._torch_compat import wrapper_tensor
 from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.errors import ConversionError
-from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
+from fsdp_runtime.sharded.boxes import Chunk, identity_chunk
 
 _aten = torch.ops.aten
 
@@ -93,8 +93,7 @@ def _same(tensor: TracedTensor, **_: Any) -> TracedTensor:
 
 
 def _permute(tensor: TracedTensor, order: Sequence[int]) -> TracedTensor:
-    order = [dim % tensor.ndim for dim in order]
-    return _with_dims(tensor, order)
+    return _with_dims(tensor, [dim % tensor.ndim for dim in order])
 
 
 def _with_dims(tensor: TracedTensor, dims: Sequence[int]) -> TracedTensor:
@@ -152,10 +151,7 @@ def _squeeze(tensor: TracedTensor, dim: int) -> TracedTensor:
 
 def _squeeze_all(tensor: TracedTensor) -> TracedTensor:
     """Squeeze all dims of size 1: transformers before 5.11 splits stacked experts with this operation."""
-    squeezed = _same(tensor)
-    for dim in reversed(range(tensor.ndim)):
-        squeezed = _squeeze(squeezed, dim)
-    return squeezed
+    return _with_dims(tensor, [dim for dim, size in enumerate(tensor.shape) if size != 1])
 
 
 def _slice(

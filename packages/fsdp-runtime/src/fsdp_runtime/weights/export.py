@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import BaseModel
-from fsdp_runtime._transformers_compat.conversions import Conversion
+from fsdp_runtime._transformers_compat.checkpoints import left_out_on_save
+from fsdp_runtime._transformers_compat.conversions import Conversion, Translation, model_to_checkpoint
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import StateEntry
-from fsdp_runtime.sharded.chunks import Chunk, identity_chunk, local_part, slices_of
+from fsdp_runtime.sharded.boxes import Chunk, identity_chunk, local_part, require_plain_shards, slices_of
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
-from fsdp_runtime.sharded.shard_offsets import require_plain_shards
-from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, exact_dtype, lora_factors, merge_lora
+from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, lora_factors, merge_lora
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
-from fsdp_runtime.weights.naming import Names, exported_names
-from fsdp_runtime.weights.quantize.dequantized import dequantized_entries
+from fsdp_runtime.weights.quantize.packed import dequantized_entry
+
+Names = Literal["checkpoint", "model"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,12 @@ class ExportedTensor(WeightInfo):
 class ExportGroup:
     """Tensors of the model that are gathered together, and the exported tensors built from them."""
 
-    sources: Mapping[str, Tensor]  # by the model's names
-    tensors: Sequence[ExportedTensor]
-    conversion: Conversion | None  # makes the tensors without chunks
-    adapters: Mapping[str, Sequence[LoraFactors]]  # to merge, by the weight's name; ``sources`` has the factors too
-    dtypes: Mapping[str, torch.dtype]  # export dtypes of the sources, factors excluded
+    sources: Mapping[str, Tensor] = field(default_factory=dict)  # by the model's names
+    tensors: Sequence[ExportedTensor] = ()
+    conversion: Conversion | None = None  # makes the tensors without chunks
+    # to merge, by the weight's name; ``sources`` has the factors too
+    adapters: Mapping[str, Sequence[LoraFactors]] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # export dtypes of the sources, factors excluded
     ranks: tuple[int, ...] | None = None  # global ranks with all sources; ``None`` for all ranks of the model
 
     @property
@@ -78,7 +82,7 @@ def export_groups(
     base_entries = base_state_entries(base, entries, exported=True)
     factors = lora_factors(base, entries, base_entries)
     require_plain_shards(base_entries)
-    base_entries = dequantized_entries(base_entries)
+    base_entries = [dequantized_entry(entry) for entry in base_entries]
     tensors, mapping = exported_names(base.module, base_entries, names)
     fixed_dtypes = {} if dtype is None else kept_dtypes(base.module, tensors, dtype)
     specs = {
@@ -109,6 +113,27 @@ def export_groups(
         ranks = common_ranks({source: holders[source] for source in dtypes})
         groups.append(ExportGroup(sources, exported, None if target else conversion, adapters, dtypes, ranks))
     return groups
+
+
+def exported_names(
+    model: nn.Module, entries: Sequence[StateEntry], names: Names
+) -> tuple[dict[str, Tensor], Translation]:
+    """Return the tensors of an export by the model's names, and the renamings and conversions of the export."""
+    # A tied tensor is saved once if the model's class declares the tie: transformers then ties it again on load. A
+    # tensor shared without a declaration is saved under all its names.
+    if names not in get_args(Names):
+        raise OptionError(f"names={names!r}: write 'checkpoint' or 'model'")
+    is_transformers = is_transformers_model(model)
+    aliases, ignored = left_out_on_save(model) if is_transformers else (set(), set())
+    tensors: dict[str, Tensor] = {}
+    for entry in entries:
+        saved = tuple(name for name in entry.names if name not in aliases) or entry.names[:1]
+        tensors.update(
+            (name, entry.tensor) for name in (saved if is_transformers else saved[:1]) if name not in ignored
+        )
+    if is_transformers and names == "checkpoint":
+        return tensors, model_to_checkpoint(model, tensors)
+    return tensors, Translation({name: name for name in tensors}, ())
 
 
 def common_ranks(holders: Mapping[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
@@ -146,7 +171,7 @@ class MergedShards:
         self.local = {
             name: torch.empty_like(
                 local_part(weight)[0],
-                dtype=exact_dtype(weight) if exact else group.dtypes[name],
+                dtype=torch.promote_types(weight.dtype, torch.float32) if exact else group.dtypes[name],
                 requires_grad=False,
             )
             for group in groups

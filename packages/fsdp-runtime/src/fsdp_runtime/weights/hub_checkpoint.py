@@ -14,9 +14,8 @@ from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.collectives import ModelRanks, raise_on_all
-from fsdp_runtime.sharded.paths import file_version, is_file_name, require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
-from fsdp_runtime.sharded.work_directory import machine
+from fsdp_runtime.sharded.saved_files import is_file_name, machine, require_path
 from fsdp_runtime.weights.companion_files import COMPANIONS
 from tp_plans.boxes import Box, full_box
 
@@ -35,9 +34,6 @@ class HubTensor:
 
 class HubCheckpoint(SafetensorsReader):
     """The tensors of a Hugging Face checkpoint; opening it reads headers only."""
-
-    # The path is a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
-    # hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__("download or save it again")
@@ -59,14 +55,13 @@ class HubCheckpoint(SafetensorsReader):
         """Return a box of a tensor, on the CPU, in the checkpoint's dtype; other bytes are not read."""
         if (weight := self.stored.get(name)) is None:
             return self.read_part(name, box)
-        in_model = full_box(self.tensors[name].shape) if box is None else box
-        values: Tensor = weight.values(self.read_part, weight.box(in_model))
-        return values.mT if weight.transposed else values
+        values: Tensor = weight.values(self.read_part, full_box(self.tensors[name].shape) if box is None else box)
+        return values
 
     def read_codes(self, name: str, box: Box, fmt: Any) -> Tensor | None:
         """Return a box of a quantized weight in the bytes of a packed format, ``None`` without such codes."""
         weight = self.stored.get(name)
-        return None if weight is None else weight.packed(self.read_part, weight.box(box), fmt)
+        return None if weight is None else weight.packed(self.read_part, box, fmt)
 
     def read_part(self, name: str, box: Box | None = None) -> Tensor:
         """Return a box of a tensor of the files."""
@@ -78,12 +73,12 @@ class HubCheckpoint(SafetensorsReader):
         """Return all headers of one checkpoint; its files stay open and may be replaced on disk."""
         while True:
             location = _resolve(path)
-            version = file_version(location)
+            version = _file_version(location)
             self.folder = location.parent if location.name in (SINGLE_FILE, INDEX_FILE) else None
             try:
                 return self._headers(location)
             except CheckpointError:
-                if version is not None and file_version(location) == version:
+                if version is not None and _file_version(location) == version:
                     raise
                 self.close()  # another process has saved a checkpoint meanwhile
 
@@ -145,6 +140,16 @@ def _resolve(path: str | os.PathLike[str]) -> Path:
         if (location / name).is_file():
             return location / name
     raise CheckpointError(f"{location} holds neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors are read")
+
+
+def _file_version(file: Path) -> tuple[int, ...] | None:
+    """Return a value that changes when a file is replaced, or ``None`` if the file does not exist."""
+    try:
+        with file.open("rb") as opened:  # a network file system asks its server when a file is opened
+            status = os.fstat(opened.fileno())
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _from_hub(repository: str) -> Path:

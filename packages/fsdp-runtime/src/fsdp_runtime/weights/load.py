@@ -16,14 +16,13 @@ from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, source_folder
 from fsdp_runtime.model.state import refresh_buffers, reshard_all
-from fsdp_runtime.sharded.collectives import first_rank_speaks, raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.boxes import require_plain_shards
+from fsdp_runtime.sharded.collectives import first_rank_speaks, raise_on_all
 from fsdp_runtime.sharded.model_state import ModelState
-from fsdp_runtime.sharded.shard_offsets import require_plain_shards
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import open_on_all
-from fsdp_runtime.weights.new_modules import submodule
 from fsdp_runtime.weights.quantize.stored import read_stored_weights
-from fsdp_runtime.weights.stored_source import StoredSource, require_equal_ties
+from fsdp_runtime.weights.stored_source import StoredSource, require_equal_ties, submodule
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ def load_weights(
     Each rank opens the files and reads only the slices of its shards, also for tensors that the model fuses or merges
     (such as experts).  The page cache of a host reads each byte from the disk once.  If a conversion does more than
     rearrange slices, every rank reads its full tensors.  A model on the meta device is materialized first.  Values are
-    converted to the parameter's dtype.  Collective over the model's mesh: all ranks raise if one rank cannot read, or
-    opens another checkpoint than the first rank.
+    converted to the parameter's dtype.  Collective over the model's mesh.
 
     A generative model takes the checkpoint's generation config; the user's settings stay.  :func:`save_weights` copies
     the tokenizer's files from the checkpoint's folder.
@@ -104,11 +102,10 @@ def load_weights(
         state = ModelState(model)
         ranks = state.ranks
         with raise_on_all(ranks) as step:
-            step.value = {"training": training, "new_modules": {**(new_modules or {})}, "prefix": prefix}
+            step.options = {"training": training, "new_modules": {**(new_modules or {})}, "prefix": prefix}
             inner: Any = submodule(state.base.module, "prefix", prefix)
             for path_of_new in new_modules or {}:
                 submodule(state.base.module, "new_modules", path_of_new)
-        require_equal_on_all(step.values)
         checkpoint = open_on_all(path, ranks)
         with checkpoint:
             with raise_on_all(ranks) as matched, first_rank_speaks(ranks.groups):

@@ -18,10 +18,10 @@ from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
 from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
-from fsdp_runtime.sharded.chunks import fill_from, fill_local, identity_chunk
-from fsdp_runtime.sharded.collectives import raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.boxes import fill_from, fill_local, identity_chunk
+from fsdp_runtime.sharded.collectives import raise_on_all
 from fsdp_runtime.sharded.model_state import ModelState
-from fsdp_runtime.sharded.paths import require_path
+from fsdp_runtime.sharded.saved_files import require_path
 from fsdp_runtime.weights.adapters import adapter_tensors, saved_tensors
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 
@@ -127,14 +127,13 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     ranks = state.writers
     with raise_on_all(ranks) as step:
         folder = require_path("directory", directory)
-        step.value = {"adapter": adapter}
+        step.options = {"adapter": adapter}
         wrappers = (place for place in places(base_model(model)) if place.wrapper)
         if merged := next((place.path for place in wrappers if getattr(place.module, "merged", False)), None):
             raise OptionError(f"{merged} has adapters that are merged into its weight: unmerge them first")
         tensors = saved_tensors(model, state.whole, adapter, embeddings=False)
         with_embeddings = saved_tensors(model, state.whole, adapter, embeddings=True)
         saved = _saved_settings(folder)
-    require_equal_on_all(step.values)
     checkpoint = open_on_all(folder / _WEIGHTS, ranks)
     with checkpoint:
         with raise_on_all(ranks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,7 @@ _BLOCK = re.compile(r"^(?:(?:language_)?model\.)*layers\.(\d+)\.")
 class CopiedTensor(ExportGroup):
     """A tensor that a save copies from a file of the source checkpoint."""
 
-    tensors: Sequence[ExportedTensor]
-    sources: Mapping[str, Tensor] = field(default_factory=dict)
-    conversion: None = None
-    adapters: Mapping[str, Any] = field(default_factory=dict)
-    dtypes: Mapping[str, Any] = field(default_factory=dict)
-    file: Path = Path()
+    file: Path
 
     @property
     def nbytes(self) -> int:
@@ -95,9 +90,8 @@ def heads_at_source(source: SourceFolder, exported: Collection[str]) -> Sequence
     except CheckpointError as error:  # a save does not fail for it, and a checkpoint of another format has no heads
         logger.debug("no multi-token heads: %s", error)
         return []
-    names = [name for name in stored if name not in exported and _is_head(model, name, stored)]
     trained = runtime_state(model).multi_token  # beside them are copies of the shared embedding and LM head
-    names = [name for name in names if _depth(model, name) >= trained]
+    names = [name for name in stored if name not in exported and _depth(model, name, stored) >= trained]
     if not names:
         return []
     reason = "the vocabulary was resized" if source.is_resized else ""
@@ -115,20 +109,12 @@ def heads_at_source(source: SourceFolder, exported: Collection[str]) -> Sequence
     ]
 
 
-def _depth(model: Any, name: str) -> int:
-    """Return the depth of a head, from 0, by a name in a checkpoint."""
+def _depth(model: Any, name: str, stored: Collection[str]) -> int:
+    """Return the depth, from 0, of the head that a name of a checkpoint belongs to; -1 for other names."""
     if block := _BLOCK.match(name):
-        return int(block[1]) - int(model.config.get_text_config().num_hidden_layers)
+        depth = int(block[1]) - int(model.config.get_text_config().num_hidden_layers)
+        # Blocks of a deeper model lack the projection of embeddings and hidden states.
+        is_head = is_ignored_on_load(model, name) or f"{block[0]}eh_proj.weight" in stored
+        return depth if is_head or _WORD.search(name) else -1
     number = re.search(r"\.(\d+)\.", name)
-    return 0 if number is None else int(number[1])
-
-
-def _is_head(model: Any, name: str, stored: Collection[str]) -> bool:
-    """Return True for a name of a checkpoint that belongs to a multi-token head."""
-    if _WORD.search(name):
-        return True
-    block = _BLOCK.match(name)
-    if block is None or int(block[1]) < model.config.get_text_config().num_hidden_layers:
-        return False
-    # Blocks of a deeper model lack the projection of embeddings and hidden states.
-    return is_ignored_on_load(model, name) or f"{block[0]}eh_proj.weight" in stored
+    return -1 if not _WORD.search(name) else 0 if number is None else int(number[1])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,19 +22,29 @@ from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import require_loaded
 from fsdp_runtime.sharded.async_saves import HostStaging, SaveFuture, save_in_thread, wait_for_running
-from fsdp_runtime.sharded.collectives import ModelRanks, first_rank_speaks, raise_on_all, require_equal_on_all
-from fsdp_runtime.sharded.fsync import naming_total
+from fsdp_runtime.sharded.collectives import ModelRanks, first_rank_speaks, raise_on_all
 from fsdp_runtime.sharded.model_state import ModelState
-from fsdp_runtime.sharded.paths import require_path
-from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
-from fsdp_runtime.sharded.work_directory import machine, remove_work, work_directory
-from fsdp_runtime.weights.commit import commit
-from fsdp_runtime.weights.companion_files import SourceFolder, save_companions
-from fsdp_runtime.weights.files import RankFiles, parse_bytes, plan_files
-from fsdp_runtime.weights.multi_token_heads import CopiedTensor, heads_at_source
-from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter, WeightInfo
+from fsdp_runtime.sharded.saved_files import (
+    freed_in_background,
+    fsync_path,
+    machine,
+    naming_total,
+    others_at_work,
+    remove_work,
+    require_path,
+    work_directory,
+    write_and_fsync,
+)
+from fsdp_runtime.weights.companion_files import SourceFolder, files_in_order, leave_out_present, save_companions
+from fsdp_runtime.weights.export import Names
+from fsdp_runtime.weights.files import RankFiles, parse_bytes, plan_files, shard_name
+from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
+from fsdp_runtime.weights.multi_token_heads import heads_at_source
 from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import ExportedModel, WeightExport, started_ahead
+
+_SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -39,15 +52,6 @@ class SaveReport:
     """Result of :func:`save_weights` on one rank."""
 
     bytes_written: int = 0  # bytes of tensors that this rank wrote
-
-
-@dataclass(frozen=True)
-class _RankPart:
-    """The values of one rank that all ranks need."""
-
-    machine: str
-    options: Mapping[str, object]
-    heads: Sequence[CopiedTensor]  # of the source checkpoint, by the first rank
 
 
 class _WeightOptions(TypedDict, total=False):
@@ -96,28 +100,27 @@ def save_weights(
     :func:`load_weights` or ``from_pretrained`` read.  A tokenizer is not copied if the vocabulary was resized; a
     warning says so.  Multi-token heads, which transformers does not load, are copied from the same folder bit for bit.
 
-    Collective over the model's mesh, or over the world for a model of plain tensors.  One rank writes each file.
-    Files are assigned to balance bytes per rank, and every host writes at least one file.  Tensors are gathered to the
-    writing rank, 64 MiB at a time or one larger tensor.  The first rank writes plain tensors.
-    Files are written to a temporary directory, which all ranks have to see, and then renamed.
-    One last rename makes the new weights take effect, so a process killed at any time leaves either the old or the new
-    weights complete; the config is renamed just before.  If jobs save to one directory at the same time, the last
-    rename takes effect.  Old files are removed after the rename, as the disk may have no room for both.
-    A concurrent :func:`load_weights` then opens the new files; a reader of another library misses a file and retries.
+    Collective over the model's mesh, or over the world for a model of plain tensors.  One rank writes each file.  Files
+    are assigned to balance bytes per rank, and every host writes at least one.  Tensors are gathered to the writing
+    rank, 64 MiB at a time or one larger tensor.  The first rank writes plain tensors.
+
+    Files are written to a temporary directory, which all ranks have to see, and then renamed.  The last rename makes
+    the new weights take effect, so a process killed at any time leaves either the old or the new weights complete; the
+    config is renamed just before.  Of jobs that save at the same time, the last rename takes effect.  Old files are
+    removed after it, as the disk may have no room for both.  A concurrent :func:`load_weights` then opens the new
+    files; a reader of another library misses a file and retries.
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-        directory: the same on every rank; created if it does not exist; other files in it stay, also a tokenizer or
-            a processor that was saved there.
+        directory: created if it does not exist; other files in it stay, such as a saved tokenizer or processor.
         max_shard_size: maximum bytes per file, a number or a text such as ``"5GB"`` or ``"500MiB"``; a larger tensor
             gets a separate file.  Smaller files let more ranks write at the same time.
-        dtype: the tensors' dtype, as in :class:`~fsdp_runtime.sync.WeightExport`; the config gets the same dtype.
-        names: the tensors' names, as in ``WeightExport``.
-        quantize: low precision of linear layers, as in ``WeightExport``; the config records it.
+        dtype: as in :class:`~fsdp_runtime.sync.WeightExport`; the config gets the same dtype.
+        names: as in ``WeightExport``.
+        quantize: as in ``WeightExport``; the config records it.
         asynchronous: return a :class:`~fsdp_runtime.sharded.async_saves.SaveFuture` once this rank's files are gathered
-            and copied to host memory; a thread writes them while training goes on and changes the weights.  ``wait()``
-            returns the report and raises the thread's errors.  A later save of this process waits until the thread has
-            ended.
+            and copied to host memory; a thread writes them while training goes on and changes the weights.  A later
+            save of this process waits until the thread has ended.
 
     Raises:
         ConversionError: the model's tensors differ from the class's tensors (``names="model"`` works) or are quantized.
@@ -144,7 +147,7 @@ def save_weights(
     ranks = state.writers
     with raise_on_all(ranks) as step, first_rank_speaks(ranks.groups):
         target = require_path("directory", directory)
-        options = {
+        step.options = {
             "max_shard_size": parse_bytes(max_shard_size),
             "dtype": dtype,
             "names": names,
@@ -153,18 +156,14 @@ def save_weights(
             "directory": os.path.normpath(target),
         }
         require_loaded([entry.names[0] for entry in state.entries if entry.tensor.is_meta], "save_weights")
-        exporter = WeightExport(dtype=dtype, names=names, quantize=quantize)
-        export = exporter.resolve(state)
+        export = WeightExport(dtype=dtype, names=names, quantize=quantize).prepare(state)
         copies_heads = ranks.is_first and names == "checkpoint"
         source = SourceFolder(export.base)
         heads = heads_at_source(source, {item.name for item in export.weights}) if copies_heads else []
-        step.value = _RankPart(machine(), options, heads)
+        step.value = machine(), heads
         wait_for_running()
-    parts: Mapping[int, _RankPart] = step.values
-    require_equal_on_all({rank: part.options for rank, part in parts.items()})
-    export.append(parts[ranks.global_first].heads)
-    machines = {rank: part.machine for rank, part in parts.items()}
-    plan = plan_files(export.groups, max_shard_size, machines)
+    export.groups.extend(step.values[ranks.global_first][1])
+    plan = plan_files(export.groups, max_shard_size, {rank: host for rank, (host, _) in step.values.items()})
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(target, ranks))
         staging = HostStaging() if asynchronous else None
@@ -176,7 +175,7 @@ def save_weights(
         if staging is not None:
             staging.synchronize()
         finish = partial(_finish, on_disk, plan, work, target)
-        return save_in_thread(finish, ranks, list(parts), resources) if asynchronous else finish(ranks)
+        return save_in_thread(finish, ranks, list(step.values), resources) if asynchronous else finish(ranks)
 
 
 def _write_files(
@@ -226,3 +225,73 @@ def _finish(
             commit(work, target, [items for _, items in contents])
             remove_work(work)
     return SaveReport(sum(item.nbytes for _, items in plan.get(ranks.rank, RankFiles()).files for item in items))
+
+
+def commit(work: Path, target: Path, shards: Sequence[Sequence[WeightInfo]]) -> None:
+    """Move the files of a complete checkpoint into the directory; the file that readers open first is moved last."""
+    # If several jobs save to the directory, the last job to move that file wins. An existing index stays: if one job
+    # replaced the index by a single file while another job did the reverse, both files could be removed.
+    indexed = len(shards) > 1 or (target / INDEX_FILE).exists()
+    decisive = INDEX_FILE if indexed else SINGLE_FILE
+    if indexed:
+        metadata = {"total_size": sum(item.nbytes for items in shards for item in items)}
+        index = {"metadata": metadata, "weight_map": _name_shards(work, target, shards)}
+        write_and_fsync(work / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    else:
+        (work / shard_name(1, 1)).rename(work / SINGLE_FILE)
+    leave_out_present(work, target)
+    others = [file for file in files_in_order(work) if file.name != decisive]
+    for file in (*others, work / decisive):  # a full disk raises before the first file is moved
+        fsync_path(file)
+    for file in others:
+        moved = target / file.relative_to(work)
+        moved.parent.mkdir(exist_ok=True)
+        file.replace(moved)
+    for folder in {(target / file.relative_to(work)).parent for file in others} | {target}:
+        fsync_path(folder)
+    with freed_in_background(target / SINGLE_FILE):
+        (work / decisive).replace(target / decisive)
+        fsync_path(target)
+        if indexed:
+            (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer the single file to an index
+            fsync_path(target)
+    _remove_old_shards(work, target)
+
+
+def _remove_old_shards(work: Path, target: Path) -> None:
+    """Remove the shards that the index lacks, unless another job is saving: its index may not be in place yet."""
+    shards = [file for file in target.iterdir() if _SHARD_FILE.fullmatch(file.name)]
+    if not shards or others_at_work(work):
+        return
+    try:
+        used = set(json.loads((target / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
+    except FileNotFoundError:
+        used = set()
+    for file in shards:
+        if file.name not in used:
+            with freed_in_background(file):
+                file.unlink(missing_ok=True)
+
+
+def _name_shards(work: Path, target: Path, shards: Sequence[Sequence[WeightInfo]]) -> dict[str, str]:
+    """Rename the shards to names never used before in the target; return the weight map."""
+    # Only the first checkpoint of a directory gets the usual names: another job could remove files with reused names.
+    usual = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    stem = "model" if _claims_usual_names(target, usual[0]) else f"model-{uuid.uuid4().hex[:8]}"
+    weight_map = {}
+    for name, items in zip(usual, shards, strict=True):
+        final = name.replace("model", stem, 1)
+        (work / name).rename(work / final)
+        weight_map.update({item.name: final for item in items})
+    return weight_map
+
+
+def _claims_usual_names(target: Path, first: str) -> bool:
+    """Return whether the directory has no file of a checkpoint, and no other job is creating its first file."""
+    if any(file.name in (SINGLE_FILE, INDEX_FILE) or _SHARD_FILE.fullmatch(file.name) for file in target.iterdir()):
+        return False
+    try:
+        (target / first).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

@@ -19,13 +19,11 @@ from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.sharded.collectives import first_rank_speaks, own_rank
 from fsdp_runtime.sharded.gather import full_tensors
-from fsdp_runtime.sharded.model_state import ModelState
+from fsdp_runtime.sharded.model_state import ModelState, StageRanks
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
-from fsdp_runtime.sharded.stages import StageRanks
-from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, Names, export_groups
 from fsdp_runtime.weights.files import split_by_bytes
-from fsdp_runtime.weights.naming import Names
-from fsdp_runtime.weights.quantize.formats import Quantization, require_quantization
+from fsdp_runtime.weights.quantize.formats import FORMATS, Quantization
 
 #: Names and full tensors, all of one dtype.
 Bucket = list[tuple[str, Tensor]]
@@ -81,7 +79,12 @@ class WeightExport:
             raise OptionError(f"bucket_bytes={self.bucket_bytes}: give a positive number of bytes")
         if self.buckets_ahead < 0:
             raise OptionError(f"buckets_ahead={self.buckets_ahead}: give 0 or more")
-        require_quantization(self.quantize)
+        quantize: object = self.quantize
+        if quantize is not None and not isinstance(quantize, Quantization):
+            raise OptionError(
+                f"quantize={quantize!r}: give Quantization(format=...) of fsdp_runtime.sync, the format one of "
+                f"{FORMATS}, or None for no quantization"
+            )
 
     @property
     def exported_dtype(self) -> torch.dtype | None:
@@ -107,47 +110,29 @@ class WeightExport:
     def prepare(self, model: nn.Module | ModelState) -> ExportedModel:
         """Resolve names and conversions once for several uses, for instance one per step; no communication."""
         state = model if isinstance(model, ModelState) else ModelState(model)
-        with first_rank_speaks(state.ranks.groups):
-            return self.resolve(state)
-
-    def resolve(self, state: ModelState) -> ExportedModel:
-        """Do the work of :meth:`prepare`; every rank logs."""
         base, quantize = state.base.module, self.quantize
-        groups = export_groups(state.base, state.whole, dtype=self.exported_dtype, names=self.names)
-        if quantize is not None:  # the class keeps some tensors in another dtype while the model is in bfloat16
-            fixed = kept_dtypes(base, [name for group in groups for name in group.dtypes], torch.bfloat16)
-            items = [item for group in groups if fixed.keys() & group.dtypes.keys() for item in group.tensors]
-            names = [item.name for item in items if quantize.applies(item.name, item.shape)]
-            quantize = replace(quantize, keep=(*quantize.keep, *names))
-            groups = [replace(group, tensors=[_in_parts(item, quantize) for item in group.tensors]) for group in groups]
+        with first_rank_speaks(state.ranks.groups):
+            groups = export_groups(state.base, state.whole, dtype=self.exported_dtype, names=self.names)
+            if quantize is not None:  # the class keeps some tensors in another dtype while the model is in bfloat16
+                fixed = kept_dtypes(base, [name for group in groups for name in group.dtypes], torch.bfloat16)
+                kept = [item.name for group in groups if fixed.keys() & group.dtypes.keys() for item in group.tensors]
+                quantize = replace(quantize, keep=(*quantize.keep, *kept))
+                for index, group in enumerate(groups):
+                    items = [replace(item, parts=quantize.parts(item.name, item.shape)) for item in group.tensors]
+                    groups[index] = replace(group, tensors=items)
         return ExportedModel(replace(self, quantize=quantize), base, groups, state.stages)
 
 
-def _in_parts(item: ExportedTensor, quantize: Quantization) -> ExportedTensor:
-    """Return a tensor with its quantized parts, if it is quantized."""
-    is_quantized = quantize.applies(item.name, item.shape)
-    return replace(item, parts=quantize.parts(item.name, item.shape)) if is_quantized else item
-
-
+@dataclass(frozen=True)
 class ExportedModel:
     """A model's weights with names and conversions resolved; metadata, stream and buckets may be used repeatedly."""
 
     # It refers to the model's tensors: values may change in training. After tensors are replaced, prepare a new export.
 
-    def __init__(
-        self,
-        options: WeightExport,
-        base: nn.Module,
-        groups: list[ExportGroup],
-        stages: StageRanks | None,
-    ) -> None:
-        self._options, self.groups, self.quantize = options, groups, options.quantize
-        self.base = base  # the model without peft's wrappers
-        self._stages = stages
-
-    def append(self, groups: Sequence[ExportGroup]) -> None:
-        """Add groups that are exported as they are."""
-        self.groups = [*self.groups, *groups]
+    options: WeightExport
+    base: nn.Module  # the model without peft's wrappers
+    groups: list[ExportGroup]
+    stages: StageRanks | None
 
     def gathered_dtypes(self, group: ExportGroup) -> list[torch.dtype]:
         """Dtypes of a group's sources in a gather: the narrower export dtype if no computation follows the gather."""
@@ -174,16 +159,16 @@ class ExportedModel:
     def config_dtype(self) -> torch.dtype:
         """The dtype for a checkpoint's config."""
         floating = (item.dtype for item in self.tensors if item.dtype.is_floating_point)
-        return self._options.exported_dtype or next(floating, torch.get_default_dtype())
+        return self.options.exported_dtype or next(floating, torch.get_default_dtype())
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:
         """The entry of a quantized checkpoint's config; it names the two-dimensional weights that are not quantized."""
-        if self.quantize is None:
+        if self.options.quantize is None:
             return None
         matrices = (item for item in self.weights if len(item.shape) == 2 and not item.parts)
         kept = [item.name for item in matrices if item.dtype.is_floating_point and item.dtype.itemsize > 1]
-        return self.quantize.config([name.removesuffix(".weight") for name in kept])
+        return self.options.quantize.config([name.removesuffix(".weight") for name in kept])
 
     def metadata(self) -> list[WeightInfo]:
         """Return names, dtypes and shapes in the order of :meth:`stream`; no communication."""
@@ -191,13 +176,6 @@ class ExportedModel:
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as a full plain tensor, on every rank.  Collective."""
-        return without_inference_mode(self._stream())
-
-    def buckets(self, to: int | None = None) -> Iterator[Bucket]:
-        """Yield lists of weights of one dtype, up to ``bucket_bytes``, on rank ``to`` or on all.  Collective."""
-        return without_inference_mode(self._buckets(to))
-
-    def _stream(self) -> Iterator[tuple[str, Tensor]]:
         for gathered in self._ahead(None):
             for item, tensor in gathered:
                 yield item.name, tensor
@@ -206,11 +184,13 @@ class ExportedModel:
     def _ahead(self, to: int | None) -> Iterator[Iterator[tuple[WeightInfo, Tensor]]]:
         """Yield one iterator over weights per run of groups; the next runs are gathered meanwhile."""
         of_stages = (list(groups) for _, groups in itertools.groupby(self.groups, lambda group: group.ranks))
-        runs = (run for groups in of_stages for run in split_by_bytes(groups, self._options.bucket_bytes))
-        return started_ahead((self.gather(groups, to) for groups in runs), self._options.buckets_ahead)
+        runs = (run for groups in of_stages for run in split_by_bytes(groups, self.options.bucket_bytes))
+        gathers = (without_inference_mode(self.gather(groups, to)) for groups in runs)
+        return without_inference_mode(started_ahead(gathers, self.options.buckets_ahead))
 
-    def _buckets(self, to: int | None) -> Iterator[Bucket]:
-        limit = self._options.bucket_bytes
+    def buckets(self, to: int | None = None) -> Iterator[Bucket]:
+        """Yield lists of weights of one dtype, up to ``bucket_bytes``, on rank ``to`` or on all.  Collective."""
+        limit = self.options.bucket_bytes
         for gathered in self._ahead(to):  # no bucket waits here while the next groups are gathered
             open_buckets: dict[torch.dtype, Bucket] = {}  # quantized weights and their scales alternate
             sizes: dict[torch.dtype, int] = {}
@@ -230,8 +210,8 @@ class ExportedModel:
         sources = [tensor for group in groups for tensor in group.sources.values()]
         dtypes = [dtype for group in groups for dtype in self.gathered_dtypes(group)]
         holders = groups[0].ranks
-        if self._stages is not None and holders is not None and to not in holders:
-            full = self._stages.full_tensors(sources, dtypes, holders, to)
+        if self.stages is not None and holders is not None and to not in holders:
+            full = self.stages.full_tensors(sources, dtypes, holders, to)
         elif holders is not None and own_rank() not in holders:
             return iter(())
         else:
@@ -246,10 +226,10 @@ class ExportedModel:
             return
         for group in groups:
             for item, tensor in group.produce({name: next(full) for name in group.sources}):
-                if self.quantize is None or not item.parts:
+                if self.options.quantize is None or not item.parts:
                     yield item, tensor.to(item.dtype)
                 else:
-                    yield from zip(item.parts, self.quantize.quantize(tensor), strict=True)
+                    yield from zip(item.parts, self.options.quantize.quantize(tensor), strict=True)
 
 
 def started_ahead(gathers: Iterator[_Started], count: int) -> Iterator[_Started]:
@@ -281,11 +261,11 @@ def stream_weights(
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-        bucket_bytes: bytes of one gather, as in :class:`~fsdp_runtime.sync.WeightExport`; it bounds the memory.
-        dtype: the tensors' dtype, as in ``WeightExport``.
-        names: the tensors' names, as in ``WeightExport``.
-        quantize: low precision of linear layers, as in ``WeightExport``.
-        buckets_ahead: further buckets that are gathered while the caller uses one; 0 for the least memory.
+        bucket_bytes: as in :class:`~fsdp_runtime.sync.WeightExport`, like all further options.
+        dtype: the dtype of floating-point tensors.
+        names: ``"checkpoint"`` or ``"model"``.
+        quantize: low precision of linear layers.
+        buckets_ahead: further buckets that are gathered while the caller uses one.
 
     Yields:
         Name and tensor, on the model's compute device.  Do not write to the tensor: a plain parameter is yielded
@@ -293,9 +273,7 @@ def stream_weights(
         each tensor before requesting the next.
 
     Raises:
-        ConversionError: the model's tensors differ from the class's tensors (``names="model"`` works) or are quantized.
-        OptionError: ``bucket_bytes`` is not positive, ``buckets_ahead`` negative, ``dtype`` not a floating-point
-            dtype, ``names`` unknown, or ``quantize`` is no ``Quantization``.
+        ConversionError, OptionError: as ``WeightExport``.
 
     Example:
         >>> import torch

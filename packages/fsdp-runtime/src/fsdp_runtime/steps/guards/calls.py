@@ -34,8 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp_runtime._torch_compat import parameter_hooks, set_parameter_hooks
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.memory.gathered_copies import after_step, before_step, free_copies, shards_of_copies
-from fsdp_runtime.sharded.chunks import slices_of
-from fsdp_runtime.sharded.shard_offsets import dtensor_box
+from fsdp_runtime.sharded.boxes import dtensor_box, slices_of
 
 _SAVE = "write a checkpoint with save_weights(model, directory), or torch.save this rank's model.state_dict()"
 _ADAPTERS = "add adapters before parallelize; load_adapter(model, directory) loads an adapter's weights"

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.sharded.shard_offsets import local_box
+from fsdp_runtime.sharded.boxes import local_box
 from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
 from fsdp_runtime.steps.pipeline.parts import StagedModel, StageRun, running, stage_inputs
 from fsdp_runtime.steps.pipeline.values import Value

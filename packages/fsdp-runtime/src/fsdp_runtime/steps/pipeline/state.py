@@ -24,7 +24,7 @@ from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects
-from fsdp_runtime.sharded.stages import StageRanks
+from fsdp_runtime.sharded.model_state import StageRanks
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 
 
@@ -87,7 +87,7 @@ def holders_of(model: nn.Module, staged: StagedModel, tensors: Mapping[str, Tens
 
 def recorded_state(model: nn.Module, staged: StagedModel, mesh: DeviceMesh) -> tuple[StateEntry, ...]:
     """Return the state entries of the whole model with empty tensors, and the ranks with each tensor."""
-    table, entries = StageRanks(mesh).table.tolist(), []
+    table, entries = StageRanks(mesh).table, []
     state = {entry.names[0]: entry for entry in state_entries(model)}
     holders = holders_of(model, staged, {name: entry.tensor for name, entry in state.items()})
     for name, entry in state.items():

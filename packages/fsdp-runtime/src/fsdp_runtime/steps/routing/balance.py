@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime.errors import ModelError, OptionError, RoutesError
 from fsdp_runtime.model.stages import whole_entries, with_absent_tensors
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.chunks import local_part, slices_of
+from fsdp_runtime.sharded.boxes import local_part, slices_of
 from fsdp_runtime.sharded.collectives import all_reduce_over, model_mesh
 from fsdp_runtime.steps.guards.calls import models_with
 from fsdp_runtime.steps.routing.replay import record_routes

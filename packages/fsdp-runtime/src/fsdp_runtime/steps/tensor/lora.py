@@ -26,12 +26,17 @@ from fsdp_runtime._peft_compat import (
 )
 from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.sharded.collectives import raise_on_all, require_equal_on_all
-from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, naming_write_errors
+from fsdp_runtime.sharded.collectives import raise_on_all
 from fsdp_runtime.sharded.model_state import ModelState
-from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
-from fsdp_runtime.sharded.work_directory import remove_work, work_directory
+from fsdp_runtime.sharded.saved_files import (
+    fsync_path,
+    move_into_place,
+    naming_write_errors,
+    remove_work,
+    require_path,
+    work_directory,
+)
 from fsdp_runtime.steps.refused_adapters import refuse_adapters
 from fsdp_runtime.weights.adapters import saved_tensors
 from tp_plans import (
@@ -141,9 +146,9 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         tensors, names = saved_tensors(model, state.whole, adapter, embeddings=True), []
         if ranks.is_first:  # which alone looks up the base model's config
             names = list(saved_tensors(model, state.whole, adapter, embeddings="auto"))
-        step.value = {"directory": os.path.normpath(target), "adapter": adapter}, names
-    require_equal_on_all({rank: given for rank, (given, _) in step.values.items()})
-    tensors = {name: tensors[name] for name in step.values[ranks.global_first][1]}
+        step.options = {"directory": os.path.normpath(target), "adapter": adapter}
+        step.value = names
+    tensors = {name: tensors[name] for name in step.values[ranks.global_first]}
     full = dict(zip(tensors, state.full_tensors(list(tensors.values())), strict=True))
     headers = [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in full.items()]
     with work_directory(target, ranks) as work, raise_on_all(ranks):

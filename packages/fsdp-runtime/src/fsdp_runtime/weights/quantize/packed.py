@@ -10,20 +10,22 @@ codes from the least to the largest element, and equals GPTQ (arXiv:2210.17323),
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from fsdp_runtime._torch_compat import has_values
+from fsdp_runtime._torch_compat import has_values, wrapper_tensor, written_arguments
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import StateEntry
-from fsdp_runtime.sharded.chunks import Chunk, ReadBox, in_dims, inside, local_part, read_box
+from fsdp_runtime.sharded.boxes import Chunk, ReadBox, dtensor_of, in_dims, inside, local_part, read_box
 from fsdp_runtime.values import require_one_of
-from fsdp_runtime.weights.quantize.kernels import FP8, FP8_MAX, to_fp4
+from fsdp_runtime.weights.quantize.formats import FP8, FP8_MAX, to_fp4
 from tp_plans.boxes import Box, split_box
 
+_aten = torch.ops.aten
 PackedKind = Literal["nf4", "int4", "int8", "fp8", "mxfp4"]
 #: The elements of a block by default.
 BLOCKS: dict[str, int] = {"nf4": 64, "int4": 128, "int8": 128, "fp8": 128, "mxfp4": 32}
@@ -91,10 +93,8 @@ class PackedFormat:
         return packed.view(self.dtype)
 
     def join(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the bytes of codes ``[..., blocks * code_bytes]`` in uint8 and scales ``[..., blocks]``.
-
-        The last dim of int4's scales has the scale and the offset.
-        """
+        """Return the bytes of uint8 codes ``[..., blocks * code_bytes]`` and scales ``[..., blocks]``."""
+        # The scales of int4 have one more dim: the scale and the offset.
         scale = scales.float().contiguous().view(torch.uint8) if self.kind != "mxfp4" else scales
         shape = scales.shape[:-1] if self.kind == "int4" else scales.shape
         parts = [codes.reshape(*shape, -1), scale.reshape(*shape, -1)]
@@ -265,3 +265,58 @@ def _pairs_on(kind: str, like: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and has_values(pairs):
             _pairs[key] = pairs
     return pairs
+
+
+class DequantizedTensor(Tensor):
+    """The values of a shard of packed bytes; an operator dequantizes the rows that it reads."""
+
+    packed: Tensor
+    weight: PackedWeight
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, weight: PackedWeight) -> DequantizedTensor:
+        """Create the wrapper subclass; tensors are created here, not in ``__init__``."""
+        tensor: DequantizedTensor = wrapper_tensor(cls, weight.shape_of(packed.shape), weight.dtype, packed.device)
+        tensor.packed, tensor.weight = packed.detach(), weight
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Keep shards of rows packed; run every other operator on the values, and none that writes."""
+        kwargs, tensor = kwargs or {}, args[0] if args else None
+        if any(isinstance(written, cls) for written in written_arguments(function, args, kwargs)):
+            raise ConversionError(
+                "packed bytes take no values of a transfer: send weights to a model without Quantized"
+            )
+        if isinstance(tensor, cls):
+            if function in (_aten.detach.default, _aten.alias.default):
+                return cls(tensor.packed, tensor.weight)
+            if function is _aten.view.default and list(args[1]) == list(tensor.shape):
+                return cls(tensor.packed, tensor.weight)
+            if function is _aten.slice.Tensor and (dim := tensor.weight.place(args[1] % tensor.ndim)) < tensor.ndim - 1:
+                return cls(function(tensor.packed, dim, *args[2:], **kwargs), tensor.weight)
+        return function(*map(_values, args), **{name: _values(value) for name, value in kwargs.items()})
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_values(each) for each in value]
+    return value.weight.dequantize(value.packed) if isinstance(value, DequantizedTensor) else value
+
+
+def dequantized_entry(entry: StateEntry) -> StateEntry:
+    """Return an entry of packed bytes with values in the shape, dtype and layout of the weight; others unchanged."""
+    weight, tensor = packed_weight(entry), entry.tensor
+    if weight is None:
+        return entry
+    if not isinstance(tensor, DTensor):
+        return replace(entry, tensor=DequantizedTensor(tensor, weight))
+    local, placements = DequantizedTensor(tensor.to_local(), weight), [_placed(p, weight) for p in tensor.placements]
+    return replace(entry, tensor=dtensor_of(local, tensor.device_mesh, placements, weight.shape))
+
+
+def _placed(placement: Placement, weight: PackedWeight) -> Placement:
+    dim = getattr(placement, "dim", None)
+    return placement if dim is None or weight.place(dim) == dim else Shard(weight.place(dim))

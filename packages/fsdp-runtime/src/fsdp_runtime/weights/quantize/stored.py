@@ -24,6 +24,8 @@ from fsdp_runtime.weights.quantize.stored_integers import IntegerWeight, ReadPar
 from tp_plans.boxes import Box
 
 _BNB = ".quant_state.bitsandbytes__"
+#: Name endings of further tensors of a weight.
+_BESIDE = ("_shape", "_g_idx", f"{_BNB}nf4", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 #: Name endings of tensors of a scheme that is not read.
 _UNKNOWN = (".weight_packed", ".weight_scale_2", ".qweight", "_qdata", f"{_BNB}fp4")
 _KINDS = {"F8_E4M3": "fp8", "I8": "int8"}
@@ -32,7 +34,7 @@ _FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A quantized weight of a checkpoint; boxes are of its matrix ``[..., out, in]``."""
+    """A quantized weight of a checkpoint, with the matrix ``[..., out, in]``."""
 
     kind: str
     codes: str  # name of the stored codes
@@ -49,14 +51,11 @@ class StoredWeight:
         """The names of the stored tensors."""
         return self.codes, self.scales, self.zeros
 
-    def box(self, box: Box) -> Box:
-        """Return the box of the matrix for a box of the model's weight."""
-        return (*box[:-2], box[-1], box[-2]) if self.transposed else box
-
     def packed(self, read: ReadPart, box: Box, fmt: PackedFormat) -> Tensor | None:
-        """Return a box in the bytes of a format; ``None`` for a format of another kind."""
+        """Return a box of the model's weight in the bytes of a format; ``None`` for a format of another kind."""
         if self.kind != fmt.kind or (self.zeros and bool(read(self.zeros).any())):
             return None
+        box = self._in_matrix(box)
         self.require_blocks(fmt, box[-1])
         return fmt.join(self._codes(read, box), self._scales(read, box, fmt.block))
 
@@ -66,7 +65,14 @@ class StoredWeight:
             require_blocks(self.codes, self.cell[1], self.shape[-1], columns, fmt)
 
     def values(self, read: ReadPart, box: Box) -> Tensor:
-        """Return the float32 values of a box."""
+        """Return the float32 values of a box of the model's weight."""
+        values = self._values(read, self._in_matrix(box))
+        return values.mT if self.transposed else values
+
+    def _in_matrix(self, box: Box) -> Box:
+        return (*box[:-2], box[-1], box[-2]) if self.transposed else box
+
+    def _values(self, read: ReadPart, box: Box) -> Tensor:
         if self.kind in ("int8", "fp8"):
             dtype = torch.int8 if self.kind == "int8" else torch.float8_e4m3fn
             values = self._codes(read, box).view(dtype).float()
@@ -124,17 +130,11 @@ def read_stored_weights(checkpoint: HubCheckpoint) -> None:
     stored = dict(_found(checkpoint))
     for name, weight in stored.items():
         file = checkpoint.tensors[weight.parts[0]].file
-        for part in (*weight.parts, *_beside(name)):
+        for part in (*weight.parts, f"{name.removesuffix('weight')}weight_format", *(name + end for end in _BESIDE)):
             tensors.pop(part, None)
         shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if weight.transposed else weight.shape
         tensors[name] = HubTensor(file, shape, "F32")
     checkpoint.show(tensors, stored)
-
-
-def _beside(name: str) -> Iterator[str]:
-    """Yield the names of further stored tensors of a weight."""
-    yield from (f"{name.removesuffix('weight')}weight_format", f"{name}_shape", f"{name}_g_idx", f"{name}{_BNB}nf4")
-    yield from (f"{name}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map"))
 
 
 def _found(checkpoint: HubCheckpoint) -> Iterator[tuple[str, StoredWeight | IntegerWeight]]:
@@ -183,7 +183,6 @@ def _weight(
 
 
 def _require_elements(tensors: Mapping[str, HubTensor], name: str, count: int) -> None:
-    """Refuse a part of a weight with another number of elements."""
     if prod(tensors[name].shape) != count:
         raise ConversionError(
             f"{name} in {tensors[name].file} has shape {tensors[name].shape}, and its weight needs {count} elements: "
@@ -214,7 +213,6 @@ def _torchao(checkpoint: HubCheckpoint, name: str) -> tuple[str, StoredWeight | 
 
 
 def _settings(folder: Path | None) -> Mapping[str, Any]:
-    """Return the ``quantization_config`` of a checkpoint's config."""
     if folder is None or not (folder / "config.json").is_file():
         return {}
     return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config") or {}

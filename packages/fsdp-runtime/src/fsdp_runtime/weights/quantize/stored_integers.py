@@ -82,10 +82,6 @@ class IntegerWeight:
         whole = bool(self.group_of_column) or self.shape[1] % self.groups == 0
         return whole and all(tensors[name].shape == shape for name, shape in shapes.items() if name in tensors)
 
-    def box(self, box: Box) -> Box:
-        """Return the box of the stored matrix for a box of the model's weight."""
-        return box
-
     def packed(self, read: ReadPart, box: Box, fmt: PackedFormat) -> Tensor | None:
         """Return a box in the bytes of a format; ``None`` for another kind, or groups of scattered columns."""
         if fmt.kind != "int4" or self.words.bits != 4:
@@ -165,7 +161,6 @@ def integer_weight(
 
 
 def _require_scales(weight: IntegerWeight, groups: Tensor) -> None:
-    """Refuse columns of groups without a scale."""
     if outside := sorted({*groups.tolist()} - {*range(weight.groups)}):
         raise ConversionError(
             f"{weight.group_of_column} has groups {outside[:8]}, and {weight.scales} has scales for groups 0 to "

@@ -14,9 +14,9 @@ from torch import nn
 
 from faults.writers import KINDS, Writers
 from fsdp_runtime import load_training_state, save_training_state, save_weights
-from fsdp_runtime.sharded import work_directory
+from fsdp_runtime.sharded import saved_files
 from fsdp_runtime.sharded.collectives import ModelRanks
-from fsdp_runtime.sharded.fsync import naming_write_errors
+from fsdp_runtime.sharded.saved_files import naming_write_errors
 from fsdp_runtime.training_state import directory
 
 
@@ -32,8 +32,8 @@ def test_writers_of_one_directory_lose_nothing_when_some_are_killed(tmp_path: Pa
 def _left_behind(directory: Path, *, alive: bool) -> Path:
     """Unfinished work of another process of this machine."""
     process = subprocess.Popen(["sleep", "60"])
-    start, _ = work_directory._start_and_state(process.pid)
-    work = directory / f".saving-{work_directory.machine()}-{process.pid}-{start}-00000000"
+    start, _ = saved_files._start_and_state(process.pid)
+    work = directory / f".saving-{saved_files.machine()}-{process.pid}-{start}-00000000"
     work.mkdir()
     if not alive:
         process.kill()
@@ -51,7 +51,7 @@ def _end(work: Path) -> None:
 def test_work_is_removed_once_its_process_has_ended(tmp_path: Path) -> None:
     living, ended = (_left_behind(tmp_path, alive=alive) for alive in (True, False))
     try:
-        with work_directory.work_directory(tmp_path, ModelRanks()) as own:
+        with saved_files.work_directory(tmp_path, ModelRanks()) as own:
             assert own.is_dir()
             assert living.is_dir()
             assert not ended.exists()

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import WeightsError, save_training_state, save_weights, stream_weights
-from fsdp_runtime.sharded.chunks import slices_of
-from fsdp_runtime.sharded.shard_offsets import dtensor_box, local_box
+from fsdp_runtime.sharded.boxes import dtensor_box, local_box, slices_of
 from harness.parity import mesh_for
 from harness.processes import preloaded_context
 from harness.ranks import RankPool
