@@ -338,6 +338,12 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return bare(model)
 
 
+def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:
+    """Return the fields of an adapter's config."""
+    settings: dict[str, Any] = model.peft_config[adapter].to_dict()
+    return settings
+
+
 def adapter_file(
     model: Any, adapter: str, tensors: Mapping[str, Tensor], *, embeddings: bool | Literal["auto"]
 ) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -26,7 +26,7 @@ def tree_leaves(tree: Any) -> list[Any]:
         return [tree]
     from torch.utils import _pytree  # pytorch/pytorch#65761
 
-    return cast("list[Any]", _pytree.tree_leaves(tree))
+    return _pytree.tree_leaves(tree)
 
 
 @cache  # torch builds the text at each call

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import BASE, base_model, lora_layers, places
+from fsdp_runtime._peft_compat import BASE, adapter_settings, base_model, lora_layers, places
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
@@ -75,7 +75,7 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
             f"{odd.path} has adapters that are merged, or not plain LoRA on a linear layer or on stacked experts "
             f"({odd.odd}): unmerge them"
         )
-    settings = model.peft_config[adapter].to_dict()
+    settings = adapter_settings(model, adapter)
     if (how := settings.get("init_lora_weights")) is None:
         raise OptionError(f"{adapter!r} is of type {settings['peft_type']}, not low-rank: call load_adapter")
     if how is False and any(name.endswith(".bias") for name in tensors):
@@ -138,8 +138,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     with checkpoint:
         with raise_on_all(ranks):
             tensors |= {name: tensor for name, tensor in with_embeddings.items() if name in checkpoint.tensors}
-            settings = model.peft_config[adapter].to_dict()
-            problems = [*_scaling_problems(saved, settings), *_problems(tensors, checkpoint)]
+            problems = [*_scaling_problems(saved, adapter_settings(model, adapter)), *_problems(tensors, checkpoint)]
             if problems:
                 listed = "\n  ".join(problems)
                 raise MismatchError(f"the adapter in {folder} does not fit the model's {adapter!r}:\n  {listed}")
