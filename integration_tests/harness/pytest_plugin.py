@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -87,7 +88,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector skip what was imported for the tests: it would search all of it again and again."""
+    """Let the garbage collector skip what was imported for the tests: it would search all of it again and again.
+
+    The compiler writes its trace as soon as the trace's logger has a handler, and pytest gives one to each logger that
+    does not propagate.
+    """
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
 
