@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from fsdp_runtime._torch_compat import flatten_axes, join_axes
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
-from fsdp_runtime.mesh.spec import FLATTENED, submesh
+from fsdp_runtime.mesh.spec import FLATTENED, axis_size, submesh
 from fsdp_runtime.model.structure import AttentionHeads, ModelStructure, inspect_model
 from fsdp_runtime.parallelism import resolve_steps
 from fsdp_runtime.setup import Meshes, Setup
@@ -61,15 +61,13 @@ def fsdp2_strategy_parallelize(
     """
     if mp_policy is None:
         mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    shards = _axis(device_mesh, dp_shard_cp_mesh_name)
-    names = device_mesh.mesh_dim_names or ()
-    replicas = device_mesh[dp_replicate_mesh_name] if dp_replicate_mesh_name in names else None
-    fsdp_mesh = join_axes(replicas, shards) if replicas is not None and replicas.size() > 1 else shards
+    shards, replicas = _axis(device_mesh, dp_shard_cp_mesh_name), dp_replicate_mesh_name
+    fsdp_mesh = join_axes(device_mesh[replicas], shards) if axis_size(device_mesh, replicas) > 1 else shards
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None  # NeMo RL passes a class too
-    tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
     fsdp = FSDP2(mp_policy=mp_policy, offload_policy=offload)
     plan = _SeedPlan(tp_shard_plan, sequence_parallel)
-    return _applied(model, _meshes(tp_mesh, fsdp_mesh), plan, fsdp, recompute=activation_checkpointing)
+    meshes = Meshes(tp=_tp_mesh(device_mesh, tp_mesh_name), fsdp=fsdp_mesh)
+    return _applied(model, meshes, plan, fsdp, recompute=activation_checkpointing)
 
 
 def _parallelize_model(
@@ -91,7 +89,8 @@ def _parallelize_model(
     offload = CPUOffloadPolicy() if cpu_offload else None
     fsdp = FSDP2(mp_policy=policy, offload_policy=offload)
     plan = _SeedPlan(custom_parallel_plan, sequence_parallel)
-    return _applied(model, _meshes(tp_mesh, dp_mesh), plan, fsdp, recompute=activation_checkpointing)
+    meshes = Meshes(tp=tp_mesh if tp_mesh.size() > 1 else None, fsdp=dp_mesh)
+    return _applied(model, meshes, plan, fsdp, recompute=activation_checkpointing)
 
 
 def _applied(model: nn.Module, meshes: Meshes, plan: TensorParallel, fsdp: FSDP2, *, recompute: bool) -> nn.Module:
@@ -133,13 +132,12 @@ def nvfsdp_strategy_parallelize(
         ModelError: no module is of the named classes, or the model is already parallelized.
         OptionError: the installed release does not have a keyword.
     """
-    names = device_mesh.mesh_dim_names or ()
     shard_dim, shards = dp_mesh_name, _axis(device_mesh, dp_mesh_name)
-    if cp_mesh_name in names and device_mesh[cp_mesh_name].size() > 1:  # its ranks hold shards too
+    if axis_size(device_mesh, cp_mesh_name) > 1:  # its ranks hold shards too
         shard_dim = "dp_cp"
         shards = flatten_axes(device_mesh, (dp_mesh_name, cp_mesh_name), shard_dim)
-    tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
-    parallelism = resolve_steps(model, _meshes(tp_mesh, None), (_SeedPlan(tp_shard_plan),))
+    meshes = Meshes(tp=_tp_mesh(device_mesh, tp_mesh_name))
+    parallelism = resolve_steps(model, meshes, (_SeedPlan(tp_shard_plan),))
     if shards.size() == 1:
         parallelism.apply(model)
         return model, optimizer
@@ -148,7 +146,7 @@ def nvfsdp_strategy_parallelize(
         device_mesh,
         parallelism.structure,
         dp_shard_dim=shard_dim,
-        tp_dim=tp_mesh_name if tp_mesh is not None else None,
+        tp_dim=tp_mesh_name if tp_mesh_name in (device_mesh.mesh_dim_names or ()) else None,
         unit_modules=nvfsdp_unit_modules,
         main_params_dtype=torch.float32 if preserve_fp32_weights else None,
         main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
@@ -309,8 +307,8 @@ class _SeedPlan(TensorParallel):
         return _resolve_plan(setup.facts.model, self.sequence_parallel, self.plan, setup.meshes.tp)
 
 
-def _meshes(tp_mesh: DeviceMesh | None, fsdp_mesh: DeviceMesh | None) -> Meshes:
-    return Meshes(tp=tp_mesh if tp_mesh is not None and tp_mesh.size() > 1 else None, fsdp=fsdp_mesh)
+def _tp_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    return mesh[name] if axis_size(mesh, name) > 1 else None
 
 
 def _resolve_plan(
