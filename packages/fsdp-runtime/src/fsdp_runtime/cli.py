@@ -121,8 +121,7 @@ def _recipe(given: Given, progress: ProgressLine) -> int:
     _require_unit(given["device_memory"], "--device-memory")
     answers = recipes(progress=progress, **{name: value for name, value in given.items() if name in _RECIPES})
     progress.close()
-    for line in (markdown_lines if "markdown" in given else text_lines)(recipe_sections(answers)):
-        print(line)
+    print(*(markdown_lines if "markdown" in given else text_lines)(recipe_sections(answers)), sep="\n")
     return TOO_LARGE if all(each.found.best is None for each in answers) else OK
 
 
@@ -311,13 +310,12 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _write(result: Estimate | Sweep, sections: list[Section], given: Given) -> None:
-    if given.get("json") != "-":
-        for line in text_lines(sections):
-            print(line)
-    else:
+    if given.get("json") == "-":
         print(result.to_json())
-    if given.get("json", "-") != "-":
-        Path(given["json"]).write_text(result.to_json() + "\n")
+    else:
+        print(*text_lines(sections), sep="\n")
+        if "json" in given:
+            Path(given["json"]).write_text(result.to_json() + "\n")
     if "html" in given:
         Path(given["html"]).write_text(html_report(result), encoding="utf-8")
     if "png" in given:
