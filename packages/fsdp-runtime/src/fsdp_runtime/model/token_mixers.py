@@ -57,7 +57,7 @@ def makes_own_masks(structure: ModelStructure) -> str | None:
     for path in structure.decoder:
         for inner, module in structure.blocks[path].named_modules(prefix=path):
             if type(module).__name__ in _OWN_MASKS:
-                return inner
+                return str(inner)
     return None
 
 
