@@ -17,8 +17,7 @@ from coverage.table import entries, tiny_model
 from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
 from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data, fake_world
 from fsdp_runtime.steps import Compile, ContextAttention
-from fsdp_runtime.steps.attention.block_masks import block_mask
-from fsdp_runtime.steps.attention.decision import AttentionKernels
+from fsdp_runtime.steps.attention.kernels import AttentionKernels, block_mask
 from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.documents.documents import Documents
 from harness.attention_kernels import CALLS, accelerated

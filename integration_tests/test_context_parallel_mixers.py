@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from coverage.packing import LENGTH, PACKED_BOUND, ROWS, measure_packing_on_ranks
 from coverage.table import entries, tiny_model
 from fsdp_runtime import parallelize, sequence_layout
-from fsdp_runtime.steps.context import full_sequence as gathered
-from fsdp_runtime.steps.documents.recurrences import ByFunctions
-from fsdp_runtime.steps.documents.sequence_functions import functions_called
+from fsdp_runtime.steps.context import mixers as gathered
+from fsdp_runtime.steps.documents.recurrences import ByFunctions, functions_called
 from harness.float64 import compute_in_float64
 from harness.options import CONTIGUOUS
 from harness.parity import mesh_for

@@ -17,7 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from coverage.packing import PACKED_BOUND, ROWS, measure_packing
 from coverage.table import entries, tiny_model
 from fsdp_runtime import MeshSpec, parallelize
-from fsdp_runtime.steps.documents.sequence_functions import takes_boundaries
+from fsdp_runtime.steps.documents.recurrences import takes_boundaries
 
 #: Numbers of documents in a call, by kernel.
 Calls = dict[str, set[int]]

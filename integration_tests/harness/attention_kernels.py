@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention import varlen
 
-from fsdp_runtime.steps.attention import block_masks, decision, trial
+from fsdp_runtime.steps.attention import kernels
 
 
 @dataclass
@@ -149,14 +149,12 @@ def accelerated(*, without: tuple[str, ...] = ()) -> Iterator[KernelCalls]:
     """Decide about attention as on an accelerator whose kernels also take float64, except for kernels that fail."""
     CALLS.__init__()  # type: ignore[misc]
     with pytest.MonkeyPatch.context() as patch:
-        half = (torch.float16, torch.bfloat16, torch.float64)
-        for module in (decision, trial):
-            patch.setattr(module, "HALF", half)
-        patch.setattr(decision, "_ALIGNED", 1)
-        patch.setattr(trial, "is_accelerated", lambda _: True)
-        patch.setattr(block_masks, "flex_attention", _fails if "flex" in without else _flex)
+        patch.setattr(kernels, "HALF", (torch.float16, torch.bfloat16, torch.float64))
+        patch.setattr(kernels, "_ALIGNED", 1)
+        patch.setattr(kernels, "is_accelerated", lambda _: True)
+        patch.setattr(kernels, "flex_attention", _fails if "flex" in without else _flex)
         if "varlen" in without:
-            patch.setattr(trial, "varlen_attention", _fails)
+            patch.setattr(kernels, "varlen_attention", _fails)
         yield CALLS
 
 

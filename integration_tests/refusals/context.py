@@ -140,7 +140,7 @@ CASES: Provocations = {
         "ModelError: changes scores in a way": lambda: _attend(softcap=30.0),
         "ModelError: the rows of one rank only": lambda: _attend(way="ring", attention_mask=torch.ones(1, 1, 4, 4)),
     },
-    "fsdp_runtime/steps/context/full_sequence.py": {
+    "fsdp_runtime/steps/context/mixers.py": {
         "LayoutError: takes no tensor [batch": lambda: _mixer(None),
         "LayoutError: makes its masks itself": lambda: _mixer(
             torch.ones(1, 4, 16), attention_mask=torch.zeros(1, 1, 3, 3), position_ids=ids(1, 4)

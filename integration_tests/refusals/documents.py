@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdp_runtime.steps import SharedPrefixes
 from fsdp_runtime.steps.documents.documents import find_documents
 from fsdp_runtime.steps.documents.isolation import run_per_document
-from fsdp_runtime.steps.documents.sequence_functions import RECURRENCES, Call
+from fsdp_runtime.steps.documents.recurrences import RECURRENCES, Call
 from harness.models import tiny_model
 from refusals import Provocations
 from refusals.worlds import headed, ids, parallelized, refuse, row, with_attention
@@ -74,7 +74,7 @@ CASES: Provocations = {
             attention_mask=torch.ones(1, 1, 6, 5), use_cache=False
         ),
     },
-    "fsdp_runtime/steps/documents/sequence_functions.py": {"LayoutError: of a recurrence has no": _with_state},
+    "fsdp_runtime/steps/documents/recurrences.py": {"LayoutError: of a recurrence has no": _with_state},
     "fsdp_runtime/steps/documents/shared_prefixes.py": {
         "OptionError: leave packed_sequences out, and pack single": lambda: _shared(packed_sequences=True),
         "ModelError: takes no mask of ancestors": lambda: _shared(with_attention("flash_attention_2")),

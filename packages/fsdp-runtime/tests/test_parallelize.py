@@ -28,7 +28,7 @@ from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps import Compile
-from fsdp_runtime.steps.documents.unpacked_warning import PackedRowsWatch
+from fsdp_runtime.steps.documents.step import PackedRowsWatch
 from fsdp_runtime.steps.tensor import step as tensor
 from fsdp_runtime.steps.tensor.step import with_logits
 from harness.models import tiny_inputs, tiny_model

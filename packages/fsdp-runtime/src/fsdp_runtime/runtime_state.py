@@ -35,7 +35,7 @@ class RuntimeState:
     hook_effects: list[str] = field(default_factory=list)  # effects of the hooks around the module's forward
     documents: Any = None  # of the current packed rows, for the model's token mixers
     attention: Any = None  # the kernels of attention over packed rows and over cp
-    gathered: Any = None  # under context parallelism, the modules on full sequences
+    gathered: Any = None  # under context parallelism, the attention and the modules that keep their own
     routers: Any = None  # of a model with recorded or replayed routes
     mesh: Any = None  # the model was parallelized on it
     stages: Any = None  # of a model in pipeline stages, its ``StagedModel``

@@ -52,7 +52,7 @@ from fsdp_runtime.steps import (
     Quantized,
     TensorParallel,
 )
-from fsdp_runtime.steps.attention.decision import kernels_of_device
+from fsdp_runtime.steps.attention.kernels import kernels_of_device
 from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
 

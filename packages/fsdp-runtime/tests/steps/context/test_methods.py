@@ -16,12 +16,12 @@ from fsdp_runtime import LayoutError, MeshSpec, ModelError, OptionError
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps import ContextAttention
+from fsdp_runtime.steps.context.attention import kv_copies
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.context.ring import Parts
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import check_context_parallel, check_heads_over_cp
-from fsdp_runtime.steps.context.ulysses import kv_copies
 from harness.collectives import RecordCollectives
 from harness.models import tiny_model
 

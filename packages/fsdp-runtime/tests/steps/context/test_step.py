@@ -15,7 +15,7 @@ from fsdp_runtime import LayoutError, MeshSpec, ModelError, describe_parallelism
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps import Compile, ContextAttention, ContextParallel
-from fsdp_runtime.steps.context.full_sequence import eager_function, gather_for, gathered_mixers
+from fsdp_runtime.steps.context.mixers import eager_function, gather_for, gathered_mixers
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import (
     check_context_parallel,
@@ -152,8 +152,8 @@ def _own_attention() -> Any:
     model = transformers.FalconForCausalLM(config).eval()
     attention = _attention()
     attention.eager = eager_function
-    gathered = gather_for(gathered_mixers(ModelFacts.of(model).token_mixers, "eager"), attention)
-    replace_attention(model, attention, keep=gathered.modules)
+    keep = gather_for(gathered_mixers(ModelFacts.of(model).token_mixers, "eager"), attention)
+    replace_attention(model, attention, keep=keep)
     return model
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fsdp_runtime.steps.context.tiles import Block, add_part, attend, attend_backward
+from fsdp_runtime.steps.context.ring import Block, add_part, attend, attend_backward
 
 QUERIES, KEYS, HEADS, KV_HEADS, DIM, SCALE = 6, 10, 4, 2, 8, 0.3
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers.models.lfm2.modeling_lfm2 import Lfm2Attention, Lfm2ShortConv, causal_conv1d_fn
 
-from fsdp_runtime.steps.documents.recurrences import _is_token_wise
-from fsdp_runtime.steps.documents.sequence_functions import convolve_documents, functions_called
+from fsdp_runtime.steps.documents.recurrences import _is_token_wise, convolve_documents, functions_called
 
 
 @pytest.mark.parametrize(

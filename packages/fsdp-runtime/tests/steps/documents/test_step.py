@@ -162,7 +162,7 @@ def _warned_under_tensor_parallelism() -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fsdp_runtime.steps.documents.unpacked_warning")
+    logger = logging.getLogger("fsdp_runtime.steps.documents.step")
     logger.addHandler(handler)
     model = parallelize(tiny_model("LlamaForCausalLM"), MeshSpec(tp=2).build(device_type="cpu"))
     inputs = tiny_inputs(model, batch=1, length=6)

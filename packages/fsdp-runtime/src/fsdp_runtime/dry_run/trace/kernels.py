@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fsdp_runtime._torch_compat import storage_key, tree_leaves, varlen_operators
 from fsdp_runtime.dry_run.trace.fake_world import replaced
 from fsdp_runtime.dry_run.types import Assumption
-from fsdp_runtime.steps.documents.sequence_functions import RECURRENCES, Recurrence, functions_called
+from fsdp_runtime.steps.documents.recurrences import RECURRENCES, Recurrence, functions_called
 
 aten = torch.ops.aten
 

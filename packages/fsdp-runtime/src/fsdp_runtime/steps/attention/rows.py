@@ -9,9 +9,9 @@ from fsdp_runtime._transformers_compat.attention import use_attention
 from fsdp_runtime._transformers_compat.masks import chunks_count_the_row
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
-from fsdp_runtime.steps.attention.trial import decide
+from fsdp_runtime.steps.attention.kernels import decide
 from fsdp_runtime.steps.context.attention import ContextAttention
-from fsdp_runtime.steps.context.full_sequence import eager_function, replaced_attention
+from fsdp_runtime.steps.context.mixers import eager_function, replaced_attention
 from fsdp_runtime.steps.documents.isolation import REPLACED, CurrentDocuments
 
 

@@ -4,8 +4,10 @@
 sequence (Llama 3, arXiv:2407.21783, section 3.3.2).  So any mask works, on any device, and grouped-query attention
 keeps the messages small.  Without a mask, scores above the diagonal are not computed and no mask is built.
 
-``"ulysses"`` exchanges heads for sequence (see ``ulysses``), and ``"ring"`` passes keys and values from rank to rank
-(see ``ring``).
+``"ulysses"`` gives each rank some of the heads with all tokens, and returns the tokens after attention (DeepSpeed-
+Ulysses, Jacobs et al., arXiv:2309.14509).  So a rank computes as without ``cp``, by any function and with any mask.
+
+``"ring"`` passes keys and values from rank to rank (see ``ring``).
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, get_args
+from math import lcm
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,18 +32,31 @@ from fsdp_runtime._transformers_compat.masks import (
     sdpa_mask_between,
 )
 from fsdp_runtime.errors import LayoutError, ModelError
-from fsdp_runtime.steps.attention.decision import AttentionKernels
-from fsdp_runtime.steps.attention.kernels import attend, kernel_of, prepared
-from fsdp_runtime.steps.attention.segments import rows_as_documents
-from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
+from fsdp_runtime.steps.attention.kernels import AttentionKernels, attend, kernel_of, prepared
+from fsdp_runtime.steps.context.exchange import (
+    gather_keys_and_values,
+    gather_tokens,
+    heads_to_tokens,
+    tokens_to_heads,
+)
 from fsdp_runtime.steps.context.masks import SequenceMask
-from fsdp_runtime.steps.context.methods import Method, require_plain_attention
-from fsdp_runtime.steps.context.ring import attend_around, attend_to_prefixes
+from fsdp_runtime.steps.context.methods import Method, require_heads, require_plain_attention
+from fsdp_runtime.steps.context.ring import Prefixes, attend_around, attend_in_parts
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout
-from fsdp_runtime.steps.context.ulysses import OwnHeads, attend_over_heads
 from fsdp_runtime.steps.documents.documents import Documents
 from fsdp_runtime.steps.documents.isolation import CurrentDocuments
 from fsdp_runtime.values import require_one_of
+from tp_plans.naming import KV_GROUPS
+
+
+class _Call(NamedTuple):
+    """An attention call, without its queries, keys and values."""
+
+    module: Any
+    eager: Callable[..., Any] | None  # the function that computes the module's scores instead of torch's
+    mask: Tensor | SequenceMask | None
+    causal: bool
+    options: dict[str, Any]
 
 
 @dataclass
@@ -95,8 +111,7 @@ class ContextAttention:
         """Return the mask ``[batch, heads, seq, seq]``; each rank has the rows of its tokens.  One all-gather per mask.
 
         Raises:
-            LayoutError: :meth:`mask` has made no mask in this forward, so that the rows may belong to the tokens of
-                another rank.
+            LayoutError: :meth:`mask` has made no mask in this forward: the rows may be of another rank's tokens.
         """
         if not self._made_masks:
             raise LayoutError(
@@ -160,100 +175,82 @@ class ContextAttention:
                 compute, or this method cannot compute the attention.
         """
         options |= {"dropout": dropout, "scaling": scaling}
-        if self.group is None and isinstance(attention_mask, SequenceMask):
-            known = attend(self.kernels, query, key, value, attention_mask, **options)
-            if known is not None:
-                return known.contiguous(), None
-            attention_mask = attention_mask.full
-            self.kernels.report_mask(attention_mask)
+        eager = None if self.eager is None else self.eager(type(module))
         if self.whole_rows or self.group is None:
-            implementation = "sdpa" if self.eager is None else self.eager(type(module))
+            attended, mask = self._by_kernel(attention_mask, options, query, key, value)
+            if attended is not None:
+                return attended, None
             options["is_causal"] = is_causal
-            return attend_alone(implementation, module, query, key, value, attention_mask, **options)
+            return attend_alone(eager or "sdpa", module, query, key, value, mask, **options)
         if key.shape[2] != query.shape[2]:
             raise ModelError(
                 f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]}: only self-attention "
                 "without a cache can be sharded over cp"
             )
-        eager = None if self.eager is None else self.eager(type(module))
         if eager is None and any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap")):
             raise ModelError(
                 f"{type(module).__name__} changes scores in a way that scaled_dot_product_attention cannot: use cp=1"
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        layout = self.layout(query.shape[2])
-        if self.context_parallel == "ulysses":
-            mask = self._sequence_mask(attention_mask)
-            return self._over_heads(module, query, key, value, mask, layout, eager, causal=causal, **options), None
-        if self.context_parallel == "ring":
-            mask = self._sequence_mask(attention_mask)
-            require_plain_attention(type(module).__name__, eager=eager is not None, dropout=dropout)
-            within = mask is not None and kernel_of(self.kernels, query, value, mask, "passed") == "varlen"
-            if within and mask is not None and mask.pattern is not None:
-                causal = mask.pattern.causal
-            output = attend_around(
-                query, key, value, mask, layout, self.group, causal=causal, scale=scaling, within=within
+        layout, call = self.layout(query.shape[2]), _Call(module, eager, attention_mask, causal, options)
+        if self.context_parallel == "allgather":
+            key, value = gather_keys_and_values([key, value], layout, self.group)
+            return self._attend(call, query, key, value, layout), None
+        if isinstance(attention_mask, Tensor):
+            raise ModelError(
+                f"a mask {tuple(attention_mask.shape)} that the model has made itself has the rows of one rank only: "
+                "give context_parallel='allgather'"
             )
-            return output.transpose(1, 2).contiguous(), None
-        key, value = gather_keys_and_values([key, value], layout, self.group)
-        if isinstance(attention_mask, SequenceMask):
-            known = attend(self.kernels, query, key, value, attention_mask, **options)
-            if known is not None:
-                return known.contiguous(), None
-            attention_mask = attention_mask.rows
-            self.kernels.report_mask(attention_mask)
-        if eager is not None:
-            output, _ = eager(module, query, key, value, attention_mask, **options)
-            return output, None
-        if attention_mask is not None or not causal:
-            output = _attended(query, key, value, attention_mask, dropout, scaling)
-        else:
-            output = _causal(query, key, value, layout, dropout, scaling)
+        if self.context_parallel == "ulysses":
+            return self._over_heads(call, query, key, value, layout), None
+        require_plain_attention(type(module).__name__, eager=eager is not None, dropout=dropout)
+        within = False
+        if attention_mask is not None and attention_mask.pattern is not None:
+            within = kernel_of(self.kernels, query, value, attention_mask, "passed") == "varlen"
+            causal = attention_mask.pattern.causal if within else causal
+        output = attend_around(
+            query, key, value, attention_mask, layout, self.group, causal=causal, scale=scaling, within=within
+        )
         return output.transpose(1, 2).contiguous(), None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between ranks
-    def _over_heads(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sequence_mask: SequenceMask | None,
-        layout: SequenceLayout,
-        eager: Callable[..., Any] | None,
-        *,
-        causal: bool,
-        **options: Any,
-    ) -> Tensor:
-        heads, share = query.shape[1], query.shape[1] // layout.ranks
-        local_heads = slice(layout.rank * share, (layout.rank + 1) * share)
+    def _by_kernel(
+        self, mask: Tensor | SequenceMask | None, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return attention by a kernel that needs no mask of all pairs, or ``None`` and this mask."""
+        if not isinstance(mask, SequenceMask):
+            return None, mask
+        if (attended := attend(self.kernels, query, key, value, mask, **options)) is not None:
+            return attended.contiguous(), None
+        self.kernels.report_mask(mask.rows)
+        return None, mask.rows
 
-        def attend_with_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            seen, mask = OwnHeads(module, heads, local_heads, key.shape[1]), None
-            if sequence_mask is not None:
-                known = attend(self.kernels, query, key, value, sequence_mask, **seen.options(options))
-                if known is not None:
-                    return known.transpose(1, 2)
-                mask = sequence_mask.full
-                self.kernels.report_mask(mask)
-            if eager is not None:
-                output, _ = eager(seen, query, key, value, mask, **seen.options(options))
-                transposed: Tensor = output.transpose(1, 2)
-                return transposed
-            plain = causal and mask is None
-            return _attended(query, key, value, mask, options["dropout"], options["scaling"], causal=plain)
-
-        output = attend_over_heads(attend_with_heads, query, key, value, layout, self.group)
+    def _attend(self, call: _Call, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout) -> Tensor:
+        """Attend from the tokens of a layout to the full sequence, as ``[batch, queries, heads, value_dim]``."""
+        attended, mask = self._by_kernel(call.mask, call.options, query, key, value)
+        if attended is not None:
+            return attended
+        if call.eager is not None:
+            output: Tensor = call.eager(call.module, query, key, value, mask, **call.options)[0]
+            return output
+        plain, options = call.causal and mask is None, (call.options["dropout"], call.options["scaling"])
+        if plain and layout.ranks > 1:
+            output = _causal(query, key, value, layout, *options)
+        else:
+            output = _attended(query, key, value, mask, *options, causal=plain)
         return output.transpose(1, 2).contiguous()
 
-    @staticmethod
-    def _sequence_mask(mask: Tensor | SequenceMask | None) -> SequenceMask | None:
-        if isinstance(mask, Tensor):
-            raise ModelError(
-                f"a mask {tuple(mask.shape)} that the model has made itself has the rows of one rank only: give "
-                "context_parallel='allgather'"
-            )
-        return mask
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between ranks
+    def _over_heads(self, call: _Call, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout) -> Tensor:
+        """Attend with this rank's heads over the full sequence, between two all-to-alls."""
+        heads, ranks = query.shape[1], layout.ranks
+        require_heads("the attention", heads, ranks)
+        if (copies := kv_copies(key.shape[1], ranks)) > 1:
+            key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+        query, key, value = tokens_to_heads([query, key, value], layout, self.group, heads_dim=1, tokens_dim=2)
+        module = _LocalHeads(call.module, heads, layout.rank * heads // ranks, heads // ranks, key.shape[1])
+        call = call._replace(module=module, options={name: module.of(value) for name, value in call.options.items()})
+        output = self._attend(call, query, key, value, SequenceLayout(layout.length, 1, 0))
+        return heads_to_tokens(output, layout, self.group, heads_dim=2, tokens_dim=1)
 
     def mask(
         self, *, q_length: int, mask_function: Any, attention_mask: Tensor | None, **options: Any
@@ -297,7 +294,7 @@ class ContextAttention:
         if not self.kernels.accelerated:
             return mask.rows if self.context_parallel == "allgather" else mask
         if padding is None and self.subtree_end is None and (pattern := pattern_of(mask_function)) is not None:
-            isolated = documents or rows_as_documents(rows, layout.length, device)
+            isolated = documents or Documents.of_rows(rows, layout.length, device)
             mask.isolated = isolated if pattern.chunk is None else isolated.in_parts(pattern.chunk)
             mask.pattern = pattern
         return mask if self.context_parallel == "ring" else prepared(self.kernels, mask)
@@ -320,7 +317,8 @@ def _causal(
     # On CPU the bias below becomes a mask of all queries and keys.
     plain = dropout == 0.0 and not torch.compiler.is_compiling()
     if plain and query.device.type == "cpu" and has_flash_attention(query, value):
-        return attend_to_prefixes(query, key, value, layout, scale=scaling)
+        rows: Tensor = attend_in_parts(query, key, value, Prefixes(layout), None, scaling)
+        return rows
     run = query.shape[2] // layout.chunks_per_rank
     outputs = []
     for index, chunk in enumerate(layout.chunks):
@@ -328,3 +326,25 @@ def _causal(
         bias = causal_bias(run, end, query.device)
         outputs.append(_attended(queries, key[:, :, :end], value[:, :, :end], bias, dropout, scaling))
     return torch.cat(outputs, dim=2)
+
+
+def kv_copies(heads: int, ranks: int) -> int:
+    """Return the copies per key and value head that let the ranks divide them: 1 if ``ranks`` divides ``heads``."""
+    return lcm(heads, ranks) // heads
+
+
+class _LocalHeads:
+    """An attention module with one rank's heads, for its attention function."""
+
+    def __init__(self, module: nn.Module, heads: int, first: int, share: int, kv_heads: int) -> None:
+        self._module, self._heads, self._first, self._share = module, heads, first, share
+        self._groups = share // kv_heads
+
+    def __getattr__(self, name: str) -> Any:
+        return self._groups if name == KV_GROUPS else self.of(getattr(self._module, name))
+
+    def of(self, value: Any) -> Any:
+        """Return a value; this rank's entries of a tensor with one entry per head and no other dim (sinks)."""
+        if not isinstance(value, Tensor) or value.numel() != self._heads or self._heads not in value.shape:
+            return value
+        return value.narrow(list(value.shape).index(self._heads), self._first, self._share)

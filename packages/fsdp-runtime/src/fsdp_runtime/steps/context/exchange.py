@@ -80,20 +80,14 @@ def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: P
 
 def sum_over_ranks(own: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the sum over the ranks; a rank gets the gradient of its part."""
-    total: Tensor = _Sum.apply(own, group)  # type: ignore[no-untyped-call]
-    return total
 
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: ProcessGroup | None) -> Tensor:
-        total = own.clone()
+    def summed(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        total = parts[0].clone()
         dist.all_reduce(total, group=group)
-        return total
+        return (total,)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    total: tuple[Tensor, ...] = _Exchange.apply(summed, tuple, own)  # type: ignore[no-untyped-call]
+    return total[0]
 
 
 class _Gather(torch.autograd.Function):

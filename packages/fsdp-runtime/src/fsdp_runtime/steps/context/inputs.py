@@ -94,16 +94,16 @@ class Inputs:
         layout = self.attention.layout(tokens.shape[1])
         self.rows = GlobalRows(tokens.shape[0], layout, self.attention.group)
         full = None if positions is None else gather_tokens(positions, layout, self.attention.group, dim=-1)
-        in_text = _positions_in_text(full, has_media=bool(media))
+        in_text = None if media else full
+        if full is not None and full.dim() == 3 and len(full) == 4:  # the first of four axes counts a row's tokens
+            in_text = full[0]
         if in_text is not None:
             _require_order(in_text, layout)
         self.longest = layout.length - 1 if full is None else full.max()
         mask = self._full_mask(padding, tokens, layout)
-        packable = padding is None and subtree_end is None
-        documents = None
-        if packable and in_text is not None:
-            rows = find_documents(in_text, None, None, (self.rows.batch, layout.length))
-            documents = rows if rows is not None and rows.packed else None
+        packable = in_text if padding is None and subtree_end is None else None
+        documents = find_documents(packable, None, None, (self.rows.batch, layout.length))
+        documents = documents if documents is not None and documents.packed else None
         self._begin(mask if padding is not None else None, documents, full, subtree_end)
         places = layout.positions.to(tokens.device)
         if self.derived is not None and subtree_end is None and self.derived.differ(positions, places, mask):
@@ -173,7 +173,6 @@ class Inputs:
         return output
 
     def _begin_outputs(self, model: Any, asked: dict[str, Any], tokens: Tensor, rows: GlobalRows) -> dict[str, Any]:
-        """Prepare the outputs of full rows, and return the inputs that they need."""
         self.end()
         share, scores = tokens.shape[1], scores_rows(model)
         inputs = dict(asked)
@@ -285,13 +284,6 @@ def _refuse_unshardable(kwargs: dict[str, Any]) -> None:
                     f"{name} {tuple(leaf.shape)} cannot be sharded along the tokens: compute the embeddings of the "
                     "full sequence first, and pass this rank's part as inputs_embeds"
                 )
-
-
-def _positions_in_text(full: Tensor | None, *, has_media: bool) -> Tensor | None:
-    """Return the positions that count a row's tokens: the first of four axes; ``None`` for other rows with media."""
-    if full is not None and full.dim() == 3 and len(full) == 4:
-        return full[0]
-    return None if has_media else full
 
 
 def _asks(value: Any) -> bool:

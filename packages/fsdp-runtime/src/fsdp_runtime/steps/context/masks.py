@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fsdp_runtime._transformers_compat.masks import MaskPattern
 from fsdp_runtime.errors import LayoutError
-from fsdp_runtime.steps.attention.segments import Segments, segments_of
 from fsdp_runtime.steps.context.sharding import SequenceLayout
-from fsdp_runtime.steps.documents.documents import Documents
+from fsdp_runtime.steps.documents.documents import Documents, Segments
 
 #: Queries per tile of attention, and keys per tile.  Masks are built and skipped by tile.
 TILE = 1024
@@ -44,14 +43,18 @@ class SequenceMask:
     @cached_property
     def full(self) -> Tensor:
         """``[batch, 1, seq, seq]``."""
-        places = torch.arange(self.layout.length, device=self.device)
-        return as_additive(self.between(places, places), self.additive)
+        return self._of(torch.arange(self.layout.length, device=self.device))
 
     @cached_property
     def rows(self) -> Tensor:
         """``[batch, 1, seq / cp, seq]``, of this rank's queries."""
-        places = torch.arange(self.layout.length, device=self.device)
-        return as_additive(self.between(self.layout.positions.to(self.device), places), self.additive)
+        return self.full if self.layout.ranks == 1 else self._of(self.layout.positions.to(self.device))
+
+    def _of(self, queries: Tensor) -> Tensor:
+        mask = self.between(queries, torch.arange(self.layout.length, device=self.device))
+        if (dtype := self.additive) is None:
+            return mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -65,13 +68,13 @@ class SequenceMask:
         """The segments of each of this rank's chunks."""
         ranges = [chunk_places(self.layout, chunk) for chunk in self.layout.chunks]
         ends = [stop if self.window[1] == 0 else self.layout.length for _, stop in ranges]
-        return tuple(segments_of(self.isolated, each, (0, end)) for each, end in zip(ranges, ends, strict=True))
+        return tuple(self.isolated.segments(each, (0, end)) for each, end in zip(ranges, ends, strict=True))
 
     def between_chunks(self, chunk: int, other: int) -> Segments:
         """Return the segments from a chunk's queries to a chunk's keys, built once for all layers."""
         if (chunk, other) not in self._between:
             places = chunk_places(self.layout, chunk), chunk_places(self.layout, other)
-            self._between[chunk, other] = segments_of(self.isolated, *places)
+            self._between[chunk, other] = self.isolated.segments(*places)
         return self._between[chunk, other]
 
     def __getitem__(self, index: Any) -> SequenceMask:
@@ -113,8 +116,3 @@ def tiles(layout: SequenceLayout, chunk: int) -> list[tuple[int, int]]:
     """Return the ranges of places of a chunk's tiles."""
     first, end = chunk_places(layout, chunk)
     return [(start, min(start + TILE, end)) for start in range(first, end, TILE)]
-
-
-def as_additive(mask: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a bool mask as a mask to add to scores of a dtype; unchanged for ``None``."""
-    return mask if dtype is None else torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

@@ -7,6 +7,7 @@ the language model inside is then cut.  A rank computes the gradient of its toke
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -23,14 +24,13 @@ _FOR_POSITIONS = ("second_per_grid_ts",)
 _EMBEDDINGS, _MASK, _FEATURES = "inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"
 
 
+@dataclass(eq=False)
 class Media:
     """The inputs of a multimodal model's towers, and a forward pre-hook of the language model inside."""
 
-    # ``names`` are the arguments of the towers; with ``axes``, positions have several axes, set by the media.
-
-    def __init__(self, names: frozenset[str], *, axes: bool) -> None:
-        self.names, self.axes = names, axes
-        self.rows: GlobalRows | None = None
+    names: frozenset[str]  # arguments of the towers
+    axes: bool  # positions have several axes, set by the media
+    rows: GlobalRows | None = None
 
     def require_positions(self, given: Mapping[str, Any]) -> None:
         """Check that inputs beside media are token ids, with positions of the media's axes."""
@@ -78,4 +78,4 @@ def media_of(model: nn.Module, structure: ModelStructure) -> Media | None:
     ]
     names = {name for _, method in owners for name in signature(method).parameters}
     axes = any(hasattr(owner, "get_rope_index") for owner, _ in owners)
-    return Media(frozenset({*names, *_FOR_POSITIONS}), axes=axes) if owners else None
+    return Media(frozenset({*names, *_FOR_POSITIONS}), axes) if owners else None

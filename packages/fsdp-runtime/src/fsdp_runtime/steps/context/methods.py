@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -43,14 +42,9 @@ def query_heads(structure: ModelStructure, mixer: TokenMixer) -> int | None:
         return heads
     if (heads := structure.heads_below(mixer.path)) is not None:
         return heads.query
-    config = getattr(mixer.module, "config", None)
-    return next(_positive(mixer.module), None) or next(_positive(config), None)
-
-
-def _positive(owner: Any) -> Iterator[int]:
-    for name in HEAD_COUNTS:
-        if isinstance(count := getattr(owner, name, None), int) and count > 0:
-            yield count
+    owners = (mixer.module, getattr(mixer.module, "config", None))
+    counts = (getattr(owner, name, None) for owner in owners for name in HEAD_COUNTS)
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
 def is_sharded(mixer: TokenMixer, plan: object) -> bool:

@@ -94,25 +94,12 @@ class LossOfRows:
                 f"logits {tuple(logits.shape)} of a loss are not [{self.rows.batch}, {share}, ...], one for each "
                 "token: leave labels out, and compute the loss from the logits"
             )
-        if self.takes_sharded_logits or is_causal_lm_loss(self.function):
-            return self._of_next_tokens(logits, labels, *args, **kwargs)
-        return self.function(self.rows.full(logits), self.rows.full(labels), *args, **kwargs)
-
-    def _of_next_tokens(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        *args: Any,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        layout = self.rows.layout
-        if shift_labels is None:
-            shifted = nn.functional.pad(self.rows.full(labels)[:, 1:], (0, 1), value=ignore_index)
-            shift_labels = layout.shard(shifted)
-        if num_items_in_batch is None:
-            num_items_in_batch = self.rows.sum((shift_labels != ignore_index).sum())
-        options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
-        return self.rows.sum(self.function(logits, labels, *args, shift_labels=shift_labels, **options))
+        if not (self.takes_sharded_logits or is_causal_lm_loss(self.function)):
+            return self.function(self.rows.full(logits), self.rows.full(labels), *args, **kwargs)
+        ignored = kwargs.setdefault("ignore_index", -100)
+        if kwargs.get("shift_labels") is None:
+            shifted = nn.functional.pad(self.rows.full(labels)[:, 1:], (0, 1), value=ignored)
+            kwargs["shift_labels"] = self.rows.layout.shard(shifted)
+        if kwargs.get("num_items_in_batch") is None:
+            kwargs["num_items_in_batch"] = self.rows.sum((kwargs["shift_labels"] != ignored).sum())
+        return self.rows.sum(self.function(logits, labels, *args, **kwargs))

@@ -1,16 +1,19 @@
 """Ring attention: keys and values pass from rank to rank over ``cp``, and queries stay.
 
-Each rank holds the keys of one other rank at a time, adds this part of attention to its sum (see ``tiles``), and
-passes them on while it computes (Liu et al., arXiv:2310.01889).  In backward the keys circulate again, and the
-gradients of keys and values return to their rank.  Parts that no query sees (later tokens, tokens beyond a sliding
-window, other documents) are not computed.
+Each rank holds the keys of one other rank at a time, adds this part of attention to its sum, and passes them on while
+it computes (Liu et al., arXiv:2310.01889).  In backward the keys circulate again, and the gradients of keys and values
+return to their rank.  Parts that no query sees (later tokens, tokens beyond a sliding window, other documents) are not
+computed.
+
+``lse`` is the logarithm of the denominator of the softmax over the keys of a part.  Parts add up exactly (online
+softmax, Milakov and Gimelshein, arXiv:1805.02867); in backward a part's weights follow from the total ``lse``, so no
+part is kept (FlashAttention, Dao et al., arXiv:2205.14135).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,11 +21,117 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_runtime._torch_compat import has_flash_attention
+from fsdp_runtime._torch_compat import (
+    flash_attention,
+    flash_attention_backward,
+    has_flash_attention,
+    varlen_part,
+    varlen_part_backward,
+)
 from fsdp_runtime.steps.context.masks import EVERYTHING, NOTHING, SequenceMask, chunk_places, tiles
 from fsdp_runtime.steps.context.sharding import SequenceLayout
-from fsdp_runtime.steps.context.tiles import Block, add_part, attend, attend_backward, set_part, statistics_dtype
+from fsdp_runtime.steps.documents.documents import Segments
 from tp_plans.runtime import direct
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of attention."""
+
+    queries: slice  # places among this rank's queries
+    keys: slice  # places among the keys at hand
+    causal: bool = False  # queries and keys are of the same tokens, and a query sees the keys up to its token
+    mask: Tensor | None = None  # ``[batch, 1, queries, keys]`` bool
+    fused: bool = False  # a kernel computes it
+    segments: Segments | None = None  # a kernel computes it within documents
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and of ``lse``: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute one part of attention: its output, and its ``lse`` ``[batch, heads, queries]``, ``-inf`` for no keys."""
+    if block.fused:
+        return flash_attention(query, key, value, causal=block.causal, scale=scale)
+    if block.segments is not None:
+        sees, (q, k, v) = block.segments.sees, map(_flat, (query, key, value))
+        output, lse = varlen_part(q, k, v, block.segments.bounds, causal=block.causal, scale=scale)
+        lse = torch.unflatten(lse, 1, (len(query), -1)).movedim(1, 0)
+        output = _by_rows(output, query).masked_fill(~sees.unsqueeze(-1), 0.0)
+        return output, lse.masked_fill(~sees, float("-inf"))
+    scores = _scores(query, key, block, scale)
+    lse = scores.logsumexp(dim=-1)
+    weights = (scores - _finite(lse).unsqueeze(-1)).exp()
+    output = weights.to(value.dtype) @ value.unsqueeze(2)
+    return output.flatten(1, 2), lse.flatten(1, 2)
+
+
+def add_part(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a part to the sum, in place."""
+    total = torch.logaddexp(lse, part_lse)
+    shift = _finite(total)
+    output.mul_((lse - shift).exp().unsqueeze(-1)).add_(part * (part_lse - shift).exp().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def attend_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    block: Block,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a part's gradients of queries, keys and values from the output and the ``lse`` of all parts."""
+    if block.fused:
+        return flash_attention_backward(grad_output, query, key, value, output, lse, causal=block.causal, scale=scale)
+    if block.segments is not None:
+        gradient, q, k, v, known = map(_flat, (grad_output, query, key, value, output))
+        lse, bounds = lse.movedim(0, 1).flatten(1).contiguous(), block.segments.bounds
+        gradients = varlen_part_backward(gradient, q, k, v, known, lse, bounds, causal=block.causal, scale=scale)
+        grad_query, grad_key, grad_value = map(_by_rows, gradients, (query, key, value))
+        return grad_query, grad_key, grad_value
+    groups = (key.shape[1], query.shape[1] // key.shape[1])
+    scores = _scores(query, key, block, scale)
+    weights = (scores - torch.unflatten(_finite(lse), 1, groups).unsqueeze(-1)).exp()
+    gradient = torch.unflatten(grad_output, 1, groups)
+    grad_value = (weights.to(value.dtype).transpose(-1, -2) @ gradient).sum(2)
+    grad_weights = (gradient @ value.unsqueeze(2).transpose(-1, -2)).to(weights.dtype)
+    inner = (gradient * torch.unflatten(output, 1, groups)).sum(-1, keepdim=True, dtype=weights.dtype)
+    grad_scores = (weights * (grad_weights - inner) * scale).to(query.dtype)
+    grad_query = (grad_scores @ key.unsqueeze(2)).flatten(1, 2)
+    grad_key = (grad_scores.transpose(-1, -2) @ torch.unflatten(query, 1, groups)).sum(2)
+    return grad_query, grad_key, grad_value
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """Return ``[batch, heads, tokens, dim]`` as ``[batch * tokens, heads, dim]``."""
+    return rows.transpose(1, 2).flatten(0, 1)
+
+
+def _by_rows(flat: Tensor, like: Tensor) -> Tensor:
+    return torch.unflatten(flat, 0, (len(like), -1)).transpose(1, 2)
+
+
+def _scores(query: Tensor, key: Tensor, block: Block, scale: float) -> Tensor:
+    """Return ``[batch, kv_heads, queries per key, queries, keys]``, ``-inf`` where a key is not seen."""
+    grouped = torch.unflatten(query, 1, (key.shape[1], query.shape[1] // key.shape[1]))
+    scores: Tensor = (grouped @ key.unsqueeze(2).transpose(-1, -2)).to(statistics_dtype(query.dtype)) * scale
+    if block.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    if block.mask is not None:
+        scores = scores.masked_fill(~block.mask.unsqueeze(2), float("-inf"))
+    return scores
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Return ``lse`` with zero for queries that see nothing; their weights become zero."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between ranks
@@ -42,41 +151,24 @@ def attend_around(
     # Without a mask and with ``causal``, a query sees the tokens up to its position. ``within`` needs a kernel that
     # knows documents.
     parts = Parts(layout, mask, causal, has_flash_attention(query, value), within)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    output: Tensor = _ring(query, key, value, parts, group, factor)
-    return output
-
-
-def attend_to_prefixes(
-    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, *, scale: float | None
-) -> Tensor:
-    """Compute causal attention to gathered keys without a mask, if no kernel takes fewer queries than keys."""
-    # Queries are ``[batch, heads, seq / cp, dim]``, keys and values ``[batch, kv_heads, seq, dim]`` in sequence order.
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    output: Tensor = _ring(query, key, value, _Prefixes(layout), None, factor)
+    output: Tensor = attend_in_parts(query, key, value, parts, group, scale)
     return output
 
 
 @dataclass(frozen=True)
-class _Prefixes:
+class Prefixes:
     """The parts of causal attention to all keys: for each chunk, the keys before it and the chunk's own keys."""
 
     layout: SequenceLayout
 
-    def of(self, _owner: int) -> Sequence[Block]:
-        return _prefixes(self.layout.length // self.layout.num_chunks, self.layout.chunks)
-
-
-@lru_cache(maxsize=64)
-def _prefixes(size: int, chunks: tuple[int, ...]) -> Sequence[Block]:
-    """Return the parts of chunks of a size, by their places in the sequence."""
-    blocks: list[Block] = []
-    for at, chunk in enumerate(chunks):
-        queries, start = slice(at * size, (at + 1) * size), chunk * size
-        if start:
-            blocks.append(Block(queries, slice(0, start), fused=True))
-        blocks.append(Block(queries, slice(start, start + size), causal=True, fused=True))
-    return blocks
+    def of(self, _owner: int) -> Iterator[Block]:
+        """Yield the parts of this rank's chunks."""
+        size = self.layout.length // self.layout.num_chunks
+        for at, chunk in enumerate(self.layout.chunks):
+            queries, start = slice(at * size, (at + 1) * size), chunk * size
+            if start:
+                yield Block(queries, slice(0, start), fused=True)
+            yield Block(queries, slice(start, start + size), causal=True, fused=True)
 
 
 @dataclass(frozen=True)
@@ -125,10 +217,11 @@ class _Ring(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        parts: Parts | _Prefixes,
+        parts: Parts | Prefixes,
         group: ProcessGroup | None,
-        scale: float,
+        scale: float | None,
     ) -> Tensor:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         dtype = statistics_dtype(query.dtype)
         output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=dtype)
@@ -141,7 +234,8 @@ class _Ring(torch.autograd.Function):
                 if block.queries.start in begun:
                     add_part(*into, *part)
                 else:
-                    set_part(*into, *part)
+                    for begun_with, begin in zip(into, part, strict=True):
+                        begun_with.copy_(begin)
                     begun.add(block.queries.start)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse)
@@ -176,7 +270,8 @@ class _Ring(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
 
 
-_ring = direct(_Ring)
+#: Of queries, keys, values, the parts, a group or ``None`` for gathered keys and values, and a scale or ``None``.
+attend_in_parts = direct(_Ring)
 
 
 def _around(key: Tensor, value: Tensor, group: ProcessGroup | None) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:

@@ -123,17 +123,10 @@ class SequenceLayout:
         return self.permutation.chunk(self.ranks)[self.rank]
 
     def shard(self, full: Tensor, *, dim: int = 1) -> Tensor:
-        """Return this rank's tokens of a tensor in sequence order; no communication.
-
-        Args:
-            full: a tensor with ``length`` entries on ``dim``.
-            dim: the dim of the tokens.
-
-        Returns:
-            The tensor with ``length / ranks`` entries on ``dim``.
+        """Return this rank's ``length / ranks`` tokens of a tensor with ``length`` tokens on ``dim``; no communication.
 
         Raises:
-            LayoutError: the tensor does not have ``length`` entries on ``dim``.
+            LayoutError: the tensor has another number of entries on ``dim``.
         """
         if not -_dims(full) <= dim < _dims(full) or full.shape[dim] != self.length:
             raise LayoutError(
@@ -145,25 +138,23 @@ class SequenceLayout:
         return shard
 
     def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return this rank's part of a model's inputs, with position ids if they are missing.
+        """Return this rank's part ``[batch, length / ranks, ...]`` of a model's inputs, with position ids.
 
         Args:
-            batch: tensors ``[batch, length, ...]`` by name; ``position_ids`` may be ``[..., length]``.
-
-        Returns:
-            Tensors ``[batch, length / ranks, ...]`` by name.
+            batch: tensors ``[batch, length, ...]`` by name; ``position_ids`` may be ``[..., length]``, or missing.
 
         Raises:
             LayoutError: a tensor does not have ``length`` tokens on its second dim (on its last for position ids).
         """
-        dims = {name: _dims(value) - 1 if name == "position_ids" else 1 for name, value in batch.items()}
-        for name, dim in dims.items():
-            if not 0 <= dim < _dims(batch[name]) or batch[name].shape[dim] != self.length:
+        shards = {}
+        for name, value in batch.items():
+            dim = _dims(value) - 1 if name == "position_ids" else 1
+            if not 0 <= dim < _dims(value) or value.shape[dim] != self.length:
                 raise LayoutError(
-                    f"{name} is {_describe(batch[name])}: give one entry for each of the {self.length} tokens of the "
+                    f"{name} is {_describe(value)}: give one entry for each of the {self.length} tokens of the "
                     f"full row on dim {dim}, and pass values per sample separately"
                 )
-        shards = {name: self.shard(value, dim=dims[name]) for name, value in batch.items()}
+            shards[name] = self.shard(value, dim=dim)
         if "position_ids" not in shards and shards:
             first = next(iter(shards.values()))
             shards["position_ids"] = self.positions.to(first.device).expand(first.shape[0], -1)
@@ -177,9 +168,6 @@ def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalance
         mesh: the mesh that the model is parallelized on.
         length: tokens of a full sequence, padding included.
         load_balancer: the load balancer of the model's ``ContextParallel``.
-
-    Returns:
-        The layout of this rank.
 
     Raises:
         LayoutError: the length is not divisible.

@@ -35,16 +35,8 @@ from fsdp_runtime.model.token_mixers import attend_between_layers
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.attention.decision import Keys
-from fsdp_runtime.steps.attention.trial import decide
+from fsdp_runtime.steps.attention.kernels import Keys, decide
 from fsdp_runtime.steps.context.attention import ContextAttention
-from fsdp_runtime.steps.context.full_sequence import (
-    Gathered,
-    eager_function,
-    gather_for,
-    gathered_mixers,
-    replaced_attention,
-)
 from fsdp_runtime.steps.context.inputs import Inputs, embedded_inputs
 from fsdp_runtime.steps.context.media import media_of
 from fsdp_runtime.steps.context.methods import (
@@ -55,12 +47,12 @@ from fsdp_runtime.steps.context.methods import (
     require_heads,
     require_plain_attention,
 )
+from fsdp_runtime.steps.context.mixers import eager_function, gather_for, gathered_mixers, replaced_attention
 from fsdp_runtime.steps.context.sharding import LOAD_BALANCERS, LoadBalancer
 from fsdp_runtime.steps.context.sharding import SequenceLayout as SequenceLayout
 from fsdp_runtime.steps.context.sharding import padded as padded
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES as BOUNDARIES
-from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
 from fsdp_runtime.steps.outputs.full_tensors import refuse_attention_maps
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.values import require_bool, require_one_of
@@ -91,7 +83,10 @@ def check_context_parallel(facts: ModelFacts, method: Method = "allgather") -> N
             f"{path} of {name} makes one vector of each row, and a rank of cp holds a part of the row: use cp=1, or "
             "build the model with add_pooling_layer=False and pool gathered hidden states"
         )
-    if (reason := _needs_full_row(facts)) is not None:
+    reason = "decoder attends to an encoder" if is_encoder_decoder(facts.model) else facts.needs_full_row
+    if reason is None and (path := facts.masks_embeddings) is not None:
+        reason = f"{path} multiplies this rank's embeddings with the padding mask of the full row"
+    if reason is not None:
         raise ModelError(f"{name} cannot run on a part of a row: its {reason}; use cp=1")
     if facts.attention not in ("sdpa", "eager"):
         raise ModelError(
@@ -108,14 +103,6 @@ def check_context_parallel(facts: ModelFacts, method: Method = "allgather") -> N
     for mixer in replaced_attention(facts.token_mixers, facts.attention) if method == "ring" else ():
         dropout = attention_dropout(mixer.module)
         require_plain_attention(mixer.path, eager=facts.attention == "eager", dropout=dropout)
-
-
-def _needs_full_row(facts: ModelFacts) -> str | None:
-    if is_encoder_decoder(facts.model):
-        return "decoder attends to an encoder"
-    if facts.needs_full_row is None and (path := facts.masks_embeddings) is not None:
-        return f"{path} multiplies this rank's embeddings with the padding mask of the full row"
-    return facts.needs_full_row
 
 
 def check_heads_over_cp(facts: ModelFacts, plan: object, *, cp: int, tp: int) -> None:
@@ -181,29 +168,23 @@ class ContextParallel(Step[None]):
         attention.packed_sequences = setup.packed_sequences
         unmasked = facts.bidirectional_without_mask
         attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
-        mixers = gathered_mixers(facts.token_mixers, facts.attention)
-        attention.kernels = runtime_state(model).attention = decide(setup, replaced, mixers, _KEYS[method])
+        mixers, state = gathered_mixers(facts.token_mixers, facts.attention), runtime_state(model)
+        attention.kernels = state.attention = decide(setup, replaced, mixers, _KEYS[method])
         between = attend_between_layers(model, facts.token_mixers)
-        gathered = gather_for(mixers, attention)
-        state = runtime_state(model)
-        state.gathered = replace(gathered, modules=(*gathered.modules, *between))
+        state.gathered = attention, (*gather_for(mixers, attention), *between)
         runtime_state(facts.base_model).documents = attention.documents
-        spread, full = (
-            dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
-            for by_functions in (True, False)
-        )
-        text = "context parallelism: %d ranks by %s; by halo and heads: %s; on full sequences: %s"
-        logger.info(text, mesh.size(), self.method, spread, full)
+        kinds = dict(Counter(mixer.kind for mixer in mixers)) or "none"
+        logger.info("context parallelism: %d ranks by %s; other token mixers: %s", mesh.size(), self.method, kinds)
 
     def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Replace the attention, and complete the inputs of every forward."""
         if setup.meshes.cp is None:
             return
-        gathered: Gathered = runtime_state(model).gathered
+        attention, keep = runtime_state(model).gathered
         replace_attention(
             model,
-            gathered.attention,
-            keep=gathered.modules,
+            attention,
+            keep=keep,
             shared_prefixes=setup.shared_prefixes,
             derived=setup.facts.derived_positions,
             cuts_padding=setup.facts.cuts_padding_mask,

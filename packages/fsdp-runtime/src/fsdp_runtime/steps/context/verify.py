@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,29 +84,21 @@ def _small(model: Any, length: int, *, ranks: int) -> Any:
 def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
     outputs: Outputs = {}
 
-    def keep(path: str, output: Any) -> None:
+    def keep(path: str, _module: nn.Module, _args: Any, output: Any) -> None:
         tensors = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
         for index, tensor in enumerate(tensors):
             if isinstance(tensor, Tensor):
                 outputs.setdefault((path, index), tensor)
 
-    handles = [
-        hook_forward(module, "keeps outputs", after=lambda _module, _args, output, path=path: keep(path, output))
-        for path, module in model.named_modules()
-    ]
-    ids, mask = (rows.to(model.device) for rows in _rows(model, layout))
-    with torch.no_grad():
-        model(input_ids=ids, attention_mask=mask)
-    for handle in handles:
-        handle.remove()
-    return outputs
-
-
-def _rows(model: Any, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    for path, module in model.named_modules():
+        hook_forward(module, "keeps outputs", after=partial(keep, path))
     vocabulary = len(model.get_input_embeddings().weight)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, layout.length), generator=generator)
-    return layout.shard(ids), layout.shard(_padding_mask(layout.length))
+    rows = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, layout.length), generator=generator)
+    ids, mask = (layout.shard(full).to(model.device) for full in (rows, _padding_mask(layout.length)))
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask)
+    return outputs
 
 
 def _padding_mask(length: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -74,6 +74,26 @@ class Documents:
         """The tokens of the longest document, or more if the bounds are given."""
         return max(self.lengths) if self.bounds is None else self.bounds[1]
 
+    @classmethod
+    def of_rows(cls, rows: int, length: int, device: torch.device) -> Documents:
+        """Return rows of one document each."""
+        return cls((torch.arange(length, device=device) == 0).expand(rows, -1), (rows, length))
+
+    def segments(self, queries: tuple[int, int], keys: tuple[int, int]) -> Segments:
+        """Return the segments of the documents for a range of queries and a range of keys in every row."""
+        # A document outside of a range has no tokens in it. A causal mask needs ranges with the same end: kernels align
+        # segments at their last tokens. Everything is computed on the device.
+        rows, length = self.begins.shape
+        row, place = self.starts // length, self.starts % length
+        before = []
+        for first, last in (queries, keys):
+            counted = row * (last - first) + (place - first).clamp(0, last - first)
+            before.append(torch.cat([counted, counted.new_full((1,), rows * (last - first))]).to(torch.int32))
+        longest = [min(self.longest, last - first) for first, last in (queries, keys)]
+        order = self.begins.flatten().cumsum(0).view(rows, length)[:, slice(*queries)] - 1
+        sees = (before[1].diff() > 0)[order].unsqueeze(1)
+        return Segments(((before[0], before[1]), (longest[0], longest[1])), keys[1] - keys[0], sees)
+
     def in_parts(self, tokens: int) -> Documents:
         """Return the parts of up to ``tokens`` tokens of each document, as documents."""
         bounds = self.most + self.begins.numel() // tokens, min(tokens, self.longest)
@@ -90,18 +110,18 @@ class Documents:
         members: dict[int, list[int]] = {}
         for document, length in enumerate(self.lengths):
             members.setdefault((max(length, _SHORT) - 1).bit_length(), []).append(document)
-        return self._batches(list(members.values()))
+        return self._batches(members.values())
 
     @cached_property
     def singles(self) -> list[DocumentBatch]:
         """The documents one by one, without padding."""
-        return self._batches([[document] for document in range(len(self.lengths))])
+        return self._batches([document] for document in range(len(self.lengths)))
 
-    def _batches(self, members: Sequence[Sequence[int]]) -> list[DocumentBatch]:
+    def _batches(self, members: Iterable[list[int]]) -> list[DocumentBatch]:
         lengths = torch.tensor(self.lengths)
         starts = lengths.cumsum(0) - lengths
         device, row = self.begins.device, self.begins.shape[1]
-        return [DocumentBatch.of(starts[list(batch)], lengths[list(batch)], row, device) for batch in members]
+        return [DocumentBatch.of(starts[batch], lengths[batch], row, device) for batch in members]
 
     def together(self, outputs: Sequence[Tensor], batches: Sequence[DocumentBatch]) -> Tensor:
         """Put the outputs ``[documents, length, ...]`` of batches back into rows ``[batch, seq, ...]``."""
@@ -134,6 +154,16 @@ class Documents:
     def forget_masks(self) -> None:
         """Free the masks of this forward."""
         self._masks.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Queries and keys of documents for kernels, each flattened to ``[batch * tokens, heads, dim]``."""
+
+    # A query segment attends to the key segment of the same number.
+    bounds: tuple[tuple[Tensor, Tensor], tuple[int, int]]  # int32 tokens before each segment, and the longest segment
+    keys_at_hand: int  # per row
+    sees: Tensor  # ``[batch, 1, queries]``, true for queries with keys
 
 
 @dataclass(frozen=True, eq=False)

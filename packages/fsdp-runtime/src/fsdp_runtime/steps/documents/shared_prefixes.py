@@ -22,7 +22,7 @@ from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.attention.rows import attention_of_rows
 from fsdp_runtime.steps.context.attention import ContextAttention
-from fsdp_runtime.steps.context.full_sequence import gathered_mixers
+from fsdp_runtime.steps.context.mixers import gathered_mixers
 from fsdp_runtime.steps.documents.isolation import CurrentDocuments
 from fsdp_runtime.wrap import hook_model
 
@@ -38,45 +38,6 @@ _INDEX_DEPENDENT = {"DogeCDMoE": "its router mixes the scores of all tokens of a
 _current: ContextVar[PathMask | None] = ContextVar("path_mask", default=None)
 
 
-def _check(setup: Setup) -> None:
-    facts = setup.facts
-    name, structure = facts.name, facts.structure
-    if setup.packed_sequences:
-        raise OptionError(
-            "SharedPrefixes takes rows of several trees as they are: leave packed_sequences out, and pack single "
-            "samples with pack_tree as groups of one"
-        )
-    facts.require_transformers("build its mask with TreeRow.mask() or TreeRow.mask_mod(), and leave SharedPrefixes out")
-    config = facts.text_config
-    if facts.attention not in _ANY_MASK:
-        raise ModelError(
-            f"{name} computes attention by {facts.attention!r}, which takes no mask of ancestors: call "
-            "model.set_attn_implementation('sdpa'), or 'flex_attention'"
-        )
-    blocks = [each for path in structure.decoder for each in structure.blocks[path].named_modules(prefix=path)]
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_MASKED_LAYERS))
-    mixing = [path for path, module in blocks if isinstance(module, nn.Conv1d)]
-    if kinds or mixing or is_stateful(facts.row_model):
-        states = ", ".join([*kinds, *mixing[:1]]) or "a recurrent state"
-        raise ModelError(
-            f"{name} passes a state from token to token ({states}), which one row cannot hand to several branches: use "
-            "separate rows (pack)"
-        )
-    for path, module in blocks:
-        if (reason := _INDEX_DEPENDENT.get(type(module).__name__)) is not None:
-            raise ModelError(f"{path} of {name} cannot share prefixes: {reason}; use separate rows (pack)")
-    if setup.meshes.cp is not None and (mixers := gathered_mixers(facts.token_mixers, facts.attention)):
-        raise ModelError(
-            f"{name} has attention that runs on the full sequence of all cp ranks ({type(mixers[0].module).__name__}), "
-            "without the mask of ancestors: share prefixes with cp=1"
-        )
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) in (
-        True,
-        "all",
-    ):
-        raise ModelError(f"{name} has bidirectional attention: a prefix depends on what follows it")
-
-
 @dataclass(frozen=True)
 class SharedPrefixes(Step[None]):
     """Let a model take rows of samples with shared prefixes, from :func:`fsdp_runtime.batching.pack_tree`.
@@ -90,7 +51,42 @@ class SharedPrefixes(Step[None]):
 
     def check(self, setup: Setup) -> None:
         """Check that tokens of the model interact through masked attention only."""
-        _check(setup)
+        facts = setup.facts
+        name, structure = facts.name, facts.structure
+        if setup.packed_sequences:
+            raise OptionError(
+                "SharedPrefixes takes rows of several trees as they are: leave packed_sequences out, and pack single "
+                "samples with pack_tree as groups of one"
+            )
+        facts.require_transformers(
+            "build its mask with TreeRow.mask() or TreeRow.mask_mod(), and leave SharedPrefixes out"
+        )
+        config = facts.text_config
+        if facts.attention not in _ANY_MASK:
+            raise ModelError(
+                f"{name} computes attention by {facts.attention!r}, which takes no mask of ancestors: call "
+                "model.set_attn_implementation('sdpa'), or 'flex_attention'"
+            )
+        blocks = [each for path in structure.decoder for each in structure.blocks[path].named_modules(prefix=path)]
+        kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_MASKED_LAYERS))
+        mixing = [path for path, module in blocks if isinstance(module, nn.Conv1d)]
+        if kinds or mixing or is_stateful(facts.row_model):
+            states = ", ".join([*kinds, *mixing[:1]]) or "a recurrent state"
+            raise ModelError(
+                f"{name} passes a state from token to token ({states}), which one row cannot hand to several branches: "
+                "use separate rows (pack)"
+            )
+        for path, module in blocks:
+            if (reason := _INDEX_DEPENDENT.get(type(module).__name__)) is not None:
+                raise ModelError(f"{path} of {name} cannot share prefixes: {reason}; use separate rows (pack)")
+        if setup.meshes.cp is not None and (mixers := gathered_mixers(facts.token_mixers, facts.attention)):
+            raise ModelError(
+                f"{name} has attention that runs on the full sequence of all cp ranks "
+                f"({type(mixers[0].module).__name__}), without the mask of ancestors: share prefixes with cp=1"
+            )
+        both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+        if both_ways or getattr(config, "is_causal", True) is False:
+            raise ModelError(f"{name} has bidirectional attention: a prefix depends on what follows it")
 
     def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Pass the trees of rows to the model's masks; attention over ``cp`` reads ``subtree_end`` itself."""
@@ -107,8 +103,6 @@ def takes_shared_prefixes(model: nn.Module) -> bool:
 
 
 class _Hooks:
-    """The forward hooks of a model that accepts ``subtree_end``."""
-
     def __init__(self, attention: ContextAttention | None) -> None:
         self.attention = attention
         self._tokens: list[Token[PathMask | None]] = []

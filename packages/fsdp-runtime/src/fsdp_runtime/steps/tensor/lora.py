@@ -233,7 +233,6 @@ class _AdaptedModel:
         return rules
 
     def _rules_of_parameter(self, path: str, pattern: str, style: Style) -> dict[str, Style]:
-        """Return the rules of a bare parameter."""
         # A matrix to which peft adds adapters where the layer's code reads it stays replicated: the sum is of plain
         # tensors.
         summed = {layer.matrix for layer in self.layers.values()}

@@ -1,28 +1,38 @@
 """Token mixers other than plain attention, under context parallelism.
 
-Known convolutions and recurrences run on local tokens (``OwnTokens``).  Any other mixer runs on the full sequence on
-every rank: its input is gathered over ``cp``, the mixer runs on all tokens, and each rank keeps the outputs of its
-tokens.  This is exact for any mixer, at the compute and memory of a run without ``cp``.
+Known convolutions and recurrences run on local tokens (``OwnTokens``), and so do their projections, norms and gates.  A
+convolution gets the few tokens before each chunk from the ranks that have them (a halo), and a recurrence runs on its
+share of the heads over all tokens, between two all-to-alls.
+
+Any other mixer runs on the full sequence on every rank: its input is gathered over ``cp``, the mixer runs on all
+tokens, and each rank keeps the outputs of its tokens.  This is exact for any mixer, at the compute and memory of a run
+without ``cp``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.functional import pad
 
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.model.token_mixers import Isolation, TokenMixer, has_inner_mixer
 from fsdp_runtime.steps.context.attention import ContextAttention
-from fsdp_runtime.steps.context.exchange import gather_features, gather_tokens
-from fsdp_runtime.steps.context.local_recurrences import OwnTokens, forward_on_own_tokens
+from fsdp_runtime.steps.context.exchange import (
+    gather_features,
+    gather_tokens,
+    heads_to_tokens,
+    preceding_tokens,
+    tokens_to_heads,
+)
 from fsdp_runtime.steps.context.masks import SequenceMask
-from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.steps.context.sharding import SequenceLayout, padded
 from fsdp_runtime.steps.documents.documents import Documents
 from fsdp_runtime.steps.documents.isolation import (
     BOUNDARIES,
@@ -35,7 +45,15 @@ from fsdp_runtime.steps.documents.isolation import (
     run_per_document,
     uses_interface,
 )
-from fsdp_runtime.steps.documents.recurrences import mix_in
+from fsdp_runtime.steps.documents.recurrences import (
+    ByFunctions,
+    Call,
+    Recurrence,
+    convolve_documents,
+    mix_in,
+    recur,
+    with_functions,
+)
 from fsdp_runtime.wrap import Wrapper, wrap
 
 
@@ -66,25 +84,18 @@ def eager_function(cls: type) -> Any:
     return getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
 
 
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """The state of context parallelism between ``prepare`` and ``apply``."""
-
-    attention: ContextAttention
-    modules: tuple[nn.Module, ...]  # keep their attention: mixers on the full sequence and their submodules
-
-
-def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> Gathered:
-    """Make token mixers run on the full sequence, in place; before tensor parallelism."""
+def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> tuple[nn.Module, ...]:
+    """Make token mixers run on the full sequence, before tensor parallelism; return all modules inside of them."""
     for isolation in get_args(Isolation):
         modules = [mixer.module for mixer in mixers if mixer.isolation == isolation]
         wrap(modules, _GatheredMixer, cp_attention=attention, isolation=isolation)
+    convolve, recurrence = partial(_convolve, attention), partial(_recur_by_heads, attention)
     mix_in(
         mixers,
         OwnTokens,
-        lambda cls: {"cp_attention": attention, "of_own_tokens": forward_on_own_tokens(cls, attention)},
+        lambda cls: {"cp_attention": attention, "of_own_tokens": with_functions(cls, convolve, recurrence)},
     )
-    return Gathered(attention, tuple(inner for mixer in mixers for inner in mixer.module.modules()))
+    return tuple(inner for mixer in mixers for inner in mixer.module.modules())
 
 
 class _GatheredMixer(Wrapper):
@@ -189,3 +200,81 @@ def _own(output: Any, layout: SequenceLayout) -> Any:
     if type(output) in (tuple, list):
         return type(output)(_own(each, layout) for each in output)
     return output
+
+
+class OwnTokens(ByFunctions):
+    """Runs a token mixer on this rank's tokens, before the wrapper that runs it on the full sequence."""
+
+    effect = "own tokens of cp"
+    cp_attention: ClassVar[ContextAttention]
+    of_own_tokens: ClassVar[Callable[..., Any]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute this rank's tokens, or the full sequence where the module is not verified."""
+        if self.cp_attention.whole_rows or not self.takes(args, kwargs):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        tokens = args[0] if args else kwargs["hidden_states"]
+        padding = self.cp_attention.padding
+        if padding is not None:  # a model gets the mask of full rows, and may have cut it at the left
+            padding = self.cp_attention.layout(tokens.shape[1]).shard(padding.to(tokens.device))
+        inputs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+        args, inputs = map_arguments(
+            self,  # type: ignore[arg-type]  # a mixin of modules
+            args,
+            inputs,
+            lambda name, value: padding if is_padding_mask(name, value) else value,
+        )
+        return type(self).of_own_tokens(self, *args, **inputs)
+
+
+def _convolve(
+    attention: ContextAttention,
+    function: Callable[..., Tensor],
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    layout = attention.layout(hidden_states.shape[2])
+    batch, before = hidden_states.shape[0], weight.shape[1] - 1
+    tokens = hidden_states.transpose(1, 2)
+    halo = preceding_tokens(tokens, before, layout, attention.group)
+    chunks = torch.cat([halo, torch.unflatten(tokens, 1, (*halo.shape[1:2], -1))], dim=2)
+    rows = chunks.flatten(0, 1).transpose(1, 2)
+    documents = attention.documents.current
+    if documents is None:
+        output = function(rows, weight, bias, activation=activation)
+    else:
+        numbers, length = pad(documents.numbers, (before, 0)), chunks.shape[2] - before
+        parts = [numbers.narrow(1, chunk * length, before + length) for chunk in layout.chunks]
+        numbers = torch.stack(parts, dim=1).flatten(0, 1)
+        output = convolve_documents(function, rows, weight, bias, activation, numbers)
+    return torch.unflatten(output[:, :, before:], 0, (batch, -1)).transpose(1, 2).flatten(2)
+
+
+def _recur_by_heads(
+    attention: ContextAttention, function: Callable[..., Any], recurrence: Recurrence, call: Call
+) -> Tensor:
+    """Compute a recurrence on this rank's share of the heads, and return all heads of its tokens."""
+    tokens, further = call.tokens, dict(call.further)
+    main = tokens[recurrence.heads[0]]
+    layout, heads = attention.layout(main.shape[1]), main.shape[2]
+    share = -(-heads // layout.ranks)
+    sent = {name: padded(tokens[name], share * layout.ranks, dim=2) for name in recurrence.heads if name in tokens}
+    groups = [name for name in recurrence.groups if tokens[name].shape[2] % layout.ranks == 0]
+    sent |= {name: tokens[name] for name in groups}  # a group goes to the rank that gets its heads
+    received = tokens_to_heads([*sent.values()], layout, attention.group, heads_dim=2, tokens_dim=1)
+    exchanged = dict(zip(sent, received, strict=True))
+    others = [name for name in (*recurrence.groups, *recurrence.common) if name not in groups]
+    gathered = gather_features([tokens[name] for name in others], layout, attention.group) if others else []
+    exchanged |= zip(others, gathered, strict=True)
+    first = layout.rank * share
+    for name in (name for name in recurrence.groups if name in others):
+        indices = torch.arange(first, first + share, device=main.device).clamp(max=heads - 1)
+        exchanged[name] = exchanged[name].index_select(2, indices // (heads // tokens[name].shape[2]))
+    for name in recurrence.parameters:
+        if further.get(name) is not None:
+            further[name] = padded(further[name], share * layout.ranks, dim=0).narrow(0, first, share)
+    output = recur(function, recurrence, Call(exchanged, further, call.places), attention.documents.current)
+    return heads_to_tokens(output, layout, attention.group, heads_dim=2, tokens_dim=1).narrow(2, 0, heads)
