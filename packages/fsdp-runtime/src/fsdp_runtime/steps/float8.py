@@ -222,7 +222,8 @@ class Float8(Step[Float8Layers]):
         require_torchao(self.recipe)
         if setup.packed_base:
             raise OptionError("Float8 casts weights, and Quantized stores them as packed bytes: give one of the two")
-        self._require_units(setup)
+        if not self.emulate:
+            self._require_units(setup)
         sharded: dict[str, int | None] = {}
         rules, multiple = _rules(setup), self._casts().multiple
         kept = {
@@ -259,7 +260,7 @@ class Float8(Step[Float8Layers]):
         dry_run = dist.is_initialized() and dist.get_backend() == "fake" and not has_values(parameter)
         meshes = (setup.meshes.tp, setup.meshes.fsdp, setup.meshes.cp, setup.meshes.ep)
         device = next((mesh.device_type for mesh in meshes if mesh is not None), parameter.device.type)
-        if not (self.emulate or dry_run) and (gpus := missing_units(device, self.recipe)):
+        if not dry_run and (gpus := missing_units(device, self.recipe)):
             raise BackendError(
                 f"Float8({self.recipe!r}) needs a GPU with such units ({gpus}), and the model is on {device}: leave it "
                 f"out, or test it slowly by Float8({self.recipe!r}, emulate=True)"
