@@ -315,7 +315,7 @@ def _outer_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Par
 def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], fsdp: FSDP2) -> None:
     """Set the modules that FSDP2 gathers early; a block's experts are gathered while its attention runs."""
     expert_modules = set(experts)
-    units = [  # each block with its experts
+    units: list[list[FSDPModule]] = [  # each block with its experts
         [m for m in block.modules() if isinstance(m, FSDPModule) and (m is block or m in expert_modules)]
         for block in blocks
         if isinstance(block, FSDPModule)

@@ -106,7 +106,7 @@ def _rows(model: Any, shape: tuple[int, int]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
 
 
-def _varying(value: Value, whole: _Record, longer: _Record) -> tuple[str | None, ...]:
+def _varying(value: Value, whole: _WholeRun, longer: _WholeRun) -> tuple[str | None, ...]:
     """Return for each dim of a sent tensor whether it is rows or tokens."""
     dims = {(rows, more): name for rows, more, name in zip(*_SHAPES, ("rows", "tokens"), strict=True)}
     shapes = zip(whole.tensor(value).shape, longer.tensor(value).shape, strict=True)
@@ -134,7 +134,7 @@ class _BlockCall:
 
 
 @dataclass
-class _Record:
+class _WholeRun:
     """A forward of the whole copy."""
 
     calls: list[_BlockCall] = field(default_factory=list)
@@ -202,7 +202,7 @@ def _absent(inputs: Any, output: Any) -> Absent | None:
 class _RecordedBlocks(StageRun):
     """The second of two stages with a division before a block: its blocks return their recorded outputs."""
 
-    def __init__(self, record: _Record, staged: StagedModel, values: Iterable[Value]) -> None:
+    def __init__(self, record: _WholeRun, staged: StagedModel, values: Iterable[Value]) -> None:
         super().__init__(staged, 1, {value: record.tensor(value) for value in values})
         self.record = record
         self.differing: list[Value] = []
@@ -220,9 +220,9 @@ class _RecordedBlocks(StageRun):
         return recorded.again(index, inputs)
 
 
-def _recorded(model: nn.Module, staged: StagedModel, inputs: Mapping[str, Any]) -> _Record:
+def _recorded(model: nn.Module, staged: StagedModel, inputs: Mapping[str, Any]) -> _WholeRun:
     """Run a copy of the model whole."""
-    result = _Record()
+    result = _WholeRun()
     with torch.no_grad(), running(staged, result):
         result.output = model(**inputs)
     if result.order != list(range(len(staged.blocks))):
@@ -233,7 +233,7 @@ def _recorded(model: nn.Module, staged: StagedModel, inputs: Mapping[str, Any]) 
     return result
 
 
-def _place(record: _Record, path: str, blocks: int) -> Where:
+def _place(record: _WholeRun, path: str, blocks: int) -> Where:
     """Return the stages of a module outside of blocks from the times of its calls."""
     times = record.times.get(path, {0})  # a module that no row of tokens needs, such as a tower, is on the first
     is_replaceable = path not in record.times or record.absent[path] is not None
@@ -243,7 +243,7 @@ def _place(record: _Record, path: str, blocks: int) -> Where:
 
 
 def _crossing(
-    model: nn.Module, staged: StagedModel, whole: _Record, inputs: Mapping[str, Any], first: int
+    model: nn.Module, staged: StagedModel, whole: _WholeRun, inputs: Mapping[str, Any], first: int
 ) -> list[Value]:
     """Return the values that a stage from block ``first`` on needs from the stages before it."""
     known = {id(tensor): value for call in whole.calls[:first] for value, tensor in call.produced.items()}
@@ -304,7 +304,7 @@ def _require_equal(model: Any, staged: StagedModel, inputs: Mapping[str, Any]) -
 
 
 def _whole(model: Any, staged: StagedModel, inputs: Mapping[str, Any]) -> Tensor:
-    with running(staged, _Record()):
+    with running(staged, _WholeRun()):
         return _logits_of(model(**inputs))
 
 
