@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from fsdp_runtime import ModelError, OptionError, load_weights, parallelize
 from fsdp_runtime.optim import Muon
 from fsdp_runtime.trainers import SFTTrainer
-from harness.models import VOCAB
+from fsdp_runtime.trainers.logits import add_fused_lm_head
+from harness.models import VOCAB, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
 from harness.trainers import (
@@ -202,3 +203,12 @@ def _refused(folder: Path, output: Path) -> str:
 
 def test_wrapping_in_adapters_after_parallelize_is_refused(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     assert all("get_peft_model before parallelize" in said for said in two_ranks.run(_refused, folder, tmp_path))
+
+
+def test_add_fused_lm_head_returns_no_views() -> None:
+    model = tiny_model("Qwen3ForCausalLM")
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    tokens = torch.arange(3, 15).reshape(2, 6)
+    output = model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+    assert not output.log_probs._is_view()  # FSDP2 hooks an output, and operations in place drop the hook of a view
+    assert not output.entropy._is_view()

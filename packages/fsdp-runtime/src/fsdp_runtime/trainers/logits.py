@@ -234,7 +234,8 @@ def add_fused_lm_head(
         statistics = per_position(plain.logits, targets, temperature=temperature, fields=outputs, rows=rows)
         mask = targets != -100
         if shift_labels is None:  # the last position predicts no label
-            mask, statistics = mask[:, :-1], {name: value[:, :-1] for name, value in statistics.items()}
+            # Copies: FSDP2 hooks the outputs, and a view would lose its hook by an in-place operation.
+            mask, statistics = mask[:, :-1], {name: value[:, :-1].clone() for name, value in statistics.items()}
         items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         loss = -statistics["log_probs"].sum() / items
         if (aux_loss := getattr(plain, "aux_loss", None)) is not None:  # of a mixture
