@@ -27,6 +27,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime._peft_compat import without_adapters
 from fsdp_runtime.steps.tensor.lora import adapted_plan, save_adapter
+from fsdp_runtime.steps.tensor.step import check_plan
 from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights.adapters import LoraFactors, merge_lora
 from harness.models import tiny_inputs, tiny_model
@@ -41,6 +42,7 @@ from tp_plans import (
     PlanError,
     RowwiseParallel,
     Shard,
+    check,
     plan_for,
 )
 
@@ -381,6 +383,13 @@ def test_one_rule_serves_all_blocks_where_all_carry_adapters() -> None:
     )
     assert some["model.layers.0.mlp.up_proj"] == ColwiseParallel()
     assert some["model.layers.1.mlp.up_proj.lora_B.*"] == ColwiseParallel()
+
+
+def test_factors_that_their_rules_replicate_are_no_findings() -> None:
+    model = _adapted(r=16).get_base_model()
+    plan = adapted_plan(plan_for("Qwen3ForCausalLM"), model)
+    assert any("lora_A" in finding.where for finding in check(plan, model, tp=2).findings)
+    assert check_plan(model, plan, tp=2) == ()
 
 
 def test_parametrized_modules_are_read_without_their_adapters() -> None:

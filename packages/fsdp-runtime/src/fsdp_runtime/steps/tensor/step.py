@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 PlanSource = Plan | Mapping[str, Style | str] | str | None
 Logits = Literal["sharded", "full"]
 Towers = Literal["sharded", "replicated"]
+#: peft's names of the factors of an adapter.
+LOW_RANK = {"lora_A", "lora_B"}
 
 
 def with_logits(plan: Plan, logits: Logits) -> Plan:
@@ -50,7 +52,8 @@ def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tup
     """Check a plan against a model and the sizes of ``tp`` and ``ep``; return the warnings, which are also logged."""
     report = check(plan, model, tp=tp, ep=ep)
     report.raise_on_error()
-    findings = tuple(map(str, report.findings))
+    # Factors that the rule of their layer replicates are small beside it, and no other rule is right.
+    findings = tuple(str(finding) for finding in report.findings if LOW_RANK.isdisjoint(finding.where.split(".")))
     for finding in findings:
         logger.warning("%s", finding)
     return findings
