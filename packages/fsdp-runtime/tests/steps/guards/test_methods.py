@@ -134,7 +134,7 @@ REFUSED_WITH_ADAPTERS: dict[str, tuple[Method, str]] = {
         lambda m: m.base_model.add_weighted_adapter(["default"], [0.5], "second", combination_type="linear"),
         "add adapters before parallelize",
     ),
-    "save_pretrained": (lambda m: m.save_pretrained("folder"), r"save_weights\(model, directory\)"),
+    "save_pretrained": (lambda m: m.save_pretrained("folder"), r"save_adapter\(model, directory\)"),
 }
 REFUSED_BY_FSDP2_WITH_ADAPTERS: dict[str, tuple[Method, str]] = {
     "unmerge in a forward": (lambda m: _run_without_merged_adapters(m), r"unmerge_adapter\(\) before"),

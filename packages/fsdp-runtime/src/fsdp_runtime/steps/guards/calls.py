@@ -37,6 +37,10 @@ from fsdp_runtime.memory.gathered_copies import after_step, before_step, free_co
 from fsdp_runtime.sharded.boxes import dtensor_box, slices_of
 
 _SAVE = "write a checkpoint with save_weights(model, directory), or torch.save this rank's model.state_dict()"
+_SAVE_ADAPTER = (
+    "write the adapter with save_adapter(model, directory), or base and adapter merged with "
+    "save_weights(model, directory)"
+)
 _ADAPTERS = "add adapters before parallelize; load_adapter(model, directory) loads an adapter's weights"
 _RESIZE = "embeddings are sharded, and optimizers hold them; resize it before parallelize"
 _MERGE = (
@@ -94,7 +98,8 @@ def _save_pretrained(module: nn.Module, method: Any, *args: Any, **kwargs: Any) 
     """Allow a ``state_dict`` of full tensors: some trainers gather it."""
     state_dict = kwargs.get("state_dict")
     if state_dict is None or _has_dtensors(state_dict.values()):
-        raise _error("save_pretrained", module, f"it would write one rank's shards: {_SAVE}")
+        save = _SAVE_ADAPTER if hasattr(module, "peft_config") else _SAVE
+        raise _error("save_pretrained", module, f"it would write one rank's shards: {save}")
     return method(*args, **kwargs)
 
 
