@@ -148,6 +148,28 @@ def test_a_batch_of_another_load_balancer_is_refused_on_every_rank(
 _COEFFICIENT = 30.0
 
 
+def _full_rows() -> list[str]:
+    """Return the errors of a forward of full rows on every rank, and of this rank's part."""
+    mesh = MeshSpec(cp=2).build(device_type="cpu")
+    model = parallelize(tiny_model("LlamaForCausalLM"), mesh)
+    tokens = torch.arange(2, 18).reshape(2, 8)
+    part = sequence_layout(mesh, 8).shard(tokens)
+    errors = []
+    for given in (tokens, part):
+        try:
+            model(input_ids=given)
+        except LayoutError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_full_rows_on_every_rank_are_refused(two_ranks: RankPool) -> None:
+    for errors in two_ranks.run(_full_rows):
+        (error,) = errors
+        assert "all 2 ranks of cp were given the same tokens [2, 8]" in error
+        assert "sequence_layout(mesh, length).shard_batch(batch)" in error
+
+
 def _auxiliary_loss(axes: dict[str, int], options: dict[str, Any], padded: bool) -> tuple[float, float]:
     """Errors of a mixture's auxiliary loss, and of all gradients of a loss with it."""
     with compute_in_float64():
