@@ -72,7 +72,7 @@ CASES: Provocations = {
     "fsdp_runtime/mesh/spec.py": {"MeshError: and a trainer calls the whole model": _trainer},
     "fsdp_runtime/steps/pipeline/step.py": {
         "OptionError: the mesh has no axis pp": lambda: _refuse(Pipeline(), axes={}),
-        "OptionError: times Pipeline: give one": _refuse,
+        "OptionError: Pipeline: give one": _refuse,
         "OptionError: give a positive integer": lambda: Pipeline(microbatches=0),
         "OptionError: takes 2": lambda: Pipeline("ZBVZeroBubble", stages_per_rank=3),
         "OptionError: give a positive number of blocks": lambda: Pipeline(layers=(0, 2)),
@@ -98,6 +98,9 @@ CASES: Provocations = {
     "fsdp_runtime/steps/pipeline/schedule.py": {
         "ModelError: is not in pipeline stages": lambda: forward_only(_llama(), []),
         "OptionError: micro-batches were given": lambda: _in_stages(lambda model: forward_only(model, [])),
+        "OptionError: micro-batch 0 is a Tensor": lambda: _in_stages(
+            lambda model: forward_only(model, [ids(1, 4)] * 4)
+        ),
         "OptionError: cannot serve for all blocks": lambda: _scheduled(output_hidden_states=True),
         "OptionError: are not next tokens": lambda: _in_stages(
             lambda model: forward_backward(model, [{}] * 4), row("qwen3, classifier")

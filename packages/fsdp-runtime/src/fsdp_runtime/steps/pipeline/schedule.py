@@ -288,8 +288,16 @@ def _staged(model: nn.Module, micro_batches: Sequence[MicroBatch], *, any_number
             "steps=(Pipeline(...),)"
         )
     if len(micro_batches) != (count := staged.schedules.microbatches) and not any_number:
-        raise OptionError(f"{len(micro_batches)} micro-batches were given: the step has Pipeline(microbatches={count})")
+        raise OptionError(
+            f"{len(micro_batches)} micro-batches were given, and the step has Pipeline(microbatches={count}): divide "
+            f"the rows of the batch into {count}"
+        )
     for index, batch in enumerate(micro_batches):
+        if not isinstance(batch, Mapping):
+            raise OptionError(
+                f"micro-batch {index} is a {type(batch).__name__}: give the model's arguments by name, such as "
+                "{'input_ids': tokens}"
+            )
         for name in (*RECORDED, "past_key_values", "use_cache"):
             if batch.get(name) is not None and batch[name] is not False:
                 raise OptionError(

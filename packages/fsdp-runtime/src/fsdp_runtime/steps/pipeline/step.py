@@ -202,8 +202,8 @@ def require_pipeline_step(steps: Iterable[object], mesh: DeviceMesh | None) -> N
         )
     if mesh is not None and count != 1:
         raise OptionError(
-            f"the mesh has pp={mesh.size()}, and steps has {count} times Pipeline: give one, as in "
-            "steps=(Pipeline('1f1b', microbatches=8),)"
+            f"the mesh has pp={mesh.size()}, and steps has {count or 'no'} Pipeline: give one, as in "
+            "steps=(Pipeline('1F1B', microbatches=8),)"
         )
 
 
