@@ -164,6 +164,9 @@ def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
             dist.all_gather_object(gathered, values, group=group)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise OtherRankError(f"a rank has ended, or does not answer rank {ranks.rank}: {reason}") from error
+            raise OtherRankError(
+                f"a rank has ended, or does not answer rank {ranks.rank}; all ranks of the model must make this call: "
+                f"{reason}"
+            ) from error
         values = {rank: item for part in gathered for rank, item in part.items()}
     return values
