@@ -154,7 +154,7 @@ def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, 
                     f"{unknown} Its Hugging Face plan does not serve either: {error} {uncertain}"
                 ) from error
         name = type(tree.model).__name__
-        logger.warning("no plan of our own for %s: using the one that transformers ships", name)
+        logger.warning("%s: using the plan that transformers ships, corrected and completed", name)
     logger.info("tensor-parallel plan: %r", plan)
     return plan if towers_tp is None else split_towers(plan, tree, tp=towers_tp)
 

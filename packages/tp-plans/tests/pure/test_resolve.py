@@ -58,7 +58,7 @@ def test_auto_falls_back_to_what_transformers_ships_and_says_so(caplog):
     with caplog.at_level(logging.WARNING, logger="tp_plans"):
         plan = plan_for(Shipping())
     assert plan == Plan({"up": ColwiseParallel()})
-    assert "no plan of our own for Shipping" in caplog.text
+    assert "Shipping: using the plan that transformers ships" in caplog.text
 
 
 def test_sequence_parallelism_is_never_dropped_in_silence():
