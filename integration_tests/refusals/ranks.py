@@ -61,6 +61,11 @@ def _media_over_cp() -> None:
     model(input_ids=ids(1, 4), position_ids=ids(1, 4), **images)
 
 
+def _full_rows_over_cp() -> None:
+    model = parallelize(tiny_model("LlamaForCausalLM"), MeshSpec(cp=2).build(device_type="cpu"))
+    model(input_ids=ids(1, 4))
+
+
 def _other_inputs() -> None:
     mesh = MeshSpec(tp=2).build(device_type="cpu")
     model = parallelize(tiny_model("LlamaForCausalLM"), mesh, steps=(CheckInputs(),))
@@ -112,7 +117,10 @@ def _sharded_by_other_code() -> None:
 
 PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
 CASES: Provocations = {
-    "fsdp_runtime/steps/context/inputs.py": {"LayoutError: some ranks of cp are given media": _media_over_cp},
+    "fsdp_runtime/steps/context/inputs.py": {
+        "LayoutError: some ranks of cp are given media": _media_over_cp,
+        "LayoutError: were given the same tokens": _full_rows_over_cp,
+    },
     "fsdp_runtime/steps/context/verify.py": {"ModelError: cannot run on a part of a row": _mixing_embeddings},
     "fsdp_runtime/steps/fsdp/missing_media.py": {
         "ModelError: and others have none": lambda: _media(PIXELS, {}),
