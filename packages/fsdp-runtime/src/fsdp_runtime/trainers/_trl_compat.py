@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
+
+from fsdp_runtime.swaps import swapped
 
 
 def modules_of(trainer_class: type) -> list[ModuleType]:
@@ -20,19 +22,13 @@ def modules_of(trainer_class: type) -> list[ModuleType]:
     return [sys.modules[name] for name in names]
 
 
-def replaced(trainer_class: type, functions: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Replace the global names that a trainer's modules have by these functions inside the ``with``."""
-    spaces = [vars(module) for module in modules_of(trainer_class)]
-    return swapped((space, name, new) for space in spaces for name, new in functions.items() if name in space)
-
-
 @contextmanager
-def swapped(changes: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Give names in namespaces other values inside the ``with``."""
-    with ExitStack() as earlier:
-        for namespace, name, value in changes:
-            earlier.callback(namespace.__setitem__, name, namespace[name])
-            namespace[name] = value
+def replaced(trainer_class: type, functions: Mapping[str, Any]) -> Iterator[None]:
+    """Replace the global names that a trainer's modules have by these functions inside the ``with``."""
+    with ExitStack() as swaps:
+        for module in modules_of(trainer_class):
+            present = {name: function for name, function in functions.items() if name in vars(module)}
+            swaps.enter_context(swapped(module, **present))
         yield
 
 

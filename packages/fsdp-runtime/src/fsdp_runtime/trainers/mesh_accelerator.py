@@ -33,7 +33,7 @@ from fsdp_runtime.mesh import axis_size, require_axes
 from fsdp_runtime.model import rng_states, set_rng_states
 from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.sharded import raise_on_all, world_ranks
-from fsdp_runtime.trainers._trl_compat import swapped
+from fsdp_runtime.swaps import swapped
 from fsdp_runtime.trainers.accelerator_state import StateMixin
 from fsdp_runtime.trainers.logits import compute_losses_on
 from fsdp_runtime.trainers.model_source import ModelSource, check_parameters, follow_parameters, is_sharded
@@ -183,7 +183,7 @@ class MeshAccelerator(StateMixin, Accelerator):
             own = {**seed_worker.keywords, "rank": self.process_index}
             data_loader.worker_init_fn = partial(seed_worker.func, *seed_worker.args, **own)
         self.share_random_state()
-        one_seed = swapped([(self.dataloader_config.__dict__, "data_seed", self._data_seed())])
+        one_seed = swapped(self.dataloader_config, data_seed=self._data_seed())
         with one_seed, replaced_globals(prepare_data_loader, **DEALING_ROWS):
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self.model_group is not None and "begin" not in vars(prepared):
@@ -371,7 +371,7 @@ def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:
 
 def replaced_globals(function: Callable[..., Any], **replacements: Any) -> AbstractContextManager[None]:
     """Replace global names in the module of another package's function by these objects inside the ``with``."""
-    namespace: dict[str, Any] = inspect.unwrap(function).__globals__
-    if missing := [name for name in replacements if name not in namespace]:
-        raise BackendError(f"{namespace['__name__']} has no {missing[0]}: install the version that the extra pins")
-    return swapped((namespace, name, function) for name, function in replacements.items())
+    module: Any = inspect.getmodule(inspect.unwrap(function))
+    if missing := [name for name in replacements if not hasattr(module, name)]:
+        raise BackendError(f"{module.__name__} has no {missing[0]}: install the version that the extra pins")
+    return swapped(module, **replacements)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from fsdp_runtime._transformers_compat.masks import fake_tensors_are_data
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.memory import host_copies
 from fsdp_runtime.mesh import MeshSpec
+from fsdp_runtime.swaps import swapped
 
 
 @contextmanager
@@ -68,16 +69,5 @@ class _UncountedCopies(host_copies.HostCopies):
 def uncounted_copies() -> Iterator[_UncountedCopies]:
     """Let ``ActivationCheckpointing(offload=True)`` copy nothing in a trace."""
     copies = _UncountedCopies()
-    with replaced(host_copies, "make_copies", lambda _device: copies):
+    with swapped(host_copies, make_copies=lambda _device: copies):
         yield copies
-
-
-@contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let a function of a Python module be another one inside the ``with``."""
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -28,9 +28,9 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_runtime._torch_compat import storage_key, tree_leaves, varlen_operators
-from fsdp_runtime.dry_run.trace.fake_world import replaced
 from fsdp_runtime.dry_run.types import Assumption
 from fsdp_runtime.steps.documents.recurrences import RECURRENCES, Recurrence, functions_called
+from fsdp_runtime.swaps import swapped
 
 aten = torch.ops.aten
 
@@ -149,7 +149,7 @@ def kernels_of_attention() -> Iterator[None]:
         output = _efficient(*args, **kwargs)
         return original(*args, **kwargs) if output is None else output
 
-    with replaced(functional, "scaled_dot_product_attention", attend):
+    with swapped(functional, scaled_dot_product_attention=attend):
         yield
 
 
@@ -204,7 +204,8 @@ def kernels_of_recurrences(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name in sorted(_used(model)):
             python_module = sys.modules[module]
-            stack.enter_context(replaced(python_module, name, _in_place_of(name, getattr(python_module, name))))
+            stand_in = _in_place_of(name, getattr(python_module, name))
+            stack.enter_context(swapped(python_module, **{name: stand_in}))
         yield
 
 

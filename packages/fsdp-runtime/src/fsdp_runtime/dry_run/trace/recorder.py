@@ -355,15 +355,9 @@ class ModuleTracker:
     @contextmanager
     def track(self) -> Iterator[None]:
         """Track modules that run inside."""
-        handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
+        entering = register_module_forward_pre_hook(self._enter)
+        with entering, register_module_forward_hook(self._leave, always_call=True):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def current_path(self) -> str:
         """Return the path of the innermost module in forward or backward; ``""`` outside."""
