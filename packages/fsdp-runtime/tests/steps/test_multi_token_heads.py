@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,23 @@ MORE = [(name, axes) for name in LAYOUTS for axes in ({"tp": 2}, {"cp": 2}, {"dp
 @pytest.mark.parametrize("case", CASES)
 def test_multi_token_heads_have_the_gradients_of_one_process(two_ranks: RankPool, case: str) -> None:
     assert two_ranks.run(_wrong, *CASES[case]) == [[]] * 2
+
+
+def _adapted_losses() -> tuple[float, float]:
+    """The loss of packed rows of a model with new adapters, and the loss of its documents alone."""
+    with compute_in_float64():
+        model, heads = _model("glm4_moe")
+        inputs = _batch(model, packed=True)
+        documents = [{"input_ids": ids, "labels": ids} for ids in inputs["input_ids"].split(DOCUMENTS, dim=1)]
+        alone = sum(float(_loss(model, heads, document)) for document in documents)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+        parallelize(adapted, mesh_for({"dp_replicate": 2}), packed_sequences=True)
+        return float(_loss(adapted, heads, inputs)), alone
+
+
+def test_multi_token_heads_beside_adapters_keep_packed_documents_alone(two_ranks: RankPool) -> None:
+    for packed, alone in two_ranks.run(_adapted_losses):
+        assert packed == pytest.approx(alone, rel=1e-12)
 
 
 @pytest.mark.slow
