@@ -72,7 +72,21 @@ def _forget_labels(_model: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def _gather_for_labels(_head: nn.Module, _args: Any, output: Any) -> Any:
-    return output.full_tensor() if _has_labels.get() and isinstance(output, DTensor) else output
+    if not _has_labels.get() or not isinstance(output, DTensor):
+        return output
+    return _Output.apply(output.full_tensor())  # type: ignore[no-untyped-call]
+
+
+class _Output(torch.autograd.Function):
+    """Hand on gathered logits, a view in torch, without a copy and as no view: FSDP2 warns of views."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def return_full_hidden_states(model: nn.Module, *, over_cp: bool = False) -> None:
