@@ -138,8 +138,8 @@ def keep_recording(model: nn.Module) -> None:
     # registered (``_CAN_RECORD_REGISTRY``, 5.10 to 5.24); for another name it collects nothing, and the output is
     # ``None``.
     for module in model.modules():
-        if recorded_outputs(module):
-            capturing = sys.modules["transformers.utils.output_capturing"]
+        capturing = sys.modules.get("transformers.utils.output_capturing")  # 4.57 collects by the class itself
+        if capturing is not None and recorded_outputs(module):
             dict.__setitem__(capturing._CAN_RECORD_REGISTRY, str(type(module)), module._can_record_outputs)
 
 

@@ -149,15 +149,15 @@ _COEFFICIENT = 30.0
 
 
 def _full_rows() -> list[str]:
-    """Return the errors of a forward of full rows on every rank, and of this rank's part."""
+    """Return the errors of forwards of full rows on every rank, of this rank's part, and of equal tokens."""
     mesh = MeshSpec(cp=2).build(device_type="cpu")
     model = parallelize(tiny_model("LlamaForCausalLM"), mesh)
     tokens = torch.arange(2, 18).reshape(2, 8)
     part = sequence_layout(mesh, 8).shard(tokens)
-    errors = []
-    for given in (tokens, part):
+    errors: list[str] = []
+    for rows in (tokens, part, torch.full((2, 4), 5)):  # equal parts of a row of one token are no full rows
         try:
-            model(input_ids=given)
+            model(input_ids=rows)
         except LayoutError as error:
             errors.append(str(error))
     return errors

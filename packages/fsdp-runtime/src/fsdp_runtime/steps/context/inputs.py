@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import (
     CACHES,
@@ -131,14 +132,15 @@ class Inputs:
 
     def _require_different_parts(self, tokens: Tensor) -> None:
         """Refuse equal tokens on all ranks in the first forwards: a rank was given full rows.  Collective."""
-        if self.examined == _EXAMINED or torch.compiler.is_compiling() or tokens.is_meta:
+        if self.examined == _EXAMINED or torch.compiler.is_compiling() or not has_values(tokens):
             return
         self.examined += 1
         digest = hash_words(tokens)
         digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(self.attention.group))]
         dist.all_gather(digests, digest, group=self.attention.group)
         is_dry_run = dist.get_backend(self.attention.group) == "fake"
-        if len(digests) > 1 and not is_dry_run and bool((torch.stack(digests) == digest).all()):
+        differ = bool((tokens != tokens[:, :1]).any())  # parts of a row of one token are equal
+        if len(digests) > 1 and not is_dry_run and differ and bool((torch.stack(digests) == digest).all()):
             raise LayoutError(
                 f"all {len(digests)} ranks of cp were given the same tokens {list(tokens.shape)}, and each computes a "
                 "part of the row: give a rank its part, sequence_layout(mesh, length).shard_batch(batch)"
