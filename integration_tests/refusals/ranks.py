@@ -119,7 +119,6 @@ PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.one
 CASES: Provocations = {
     "fsdp_runtime/steps/context/inputs.py": {
         "LayoutError: some ranks of cp are given media": _media_over_cp,
-        "LayoutError: were given the same tokens": _full_rows_over_cp,
     },
     "fsdp_runtime/steps/context/verify.py": {"ModelError: cannot run on a part of a row": _mixing_embeddings},
     "fsdp_runtime/steps/fsdp/missing_media.py": {
@@ -136,5 +135,8 @@ CASES: Provocations = {
     "fsdp_runtime/sharded/collectives.py": {"OptionError: is 'present' on rank 0 and 'missing' on": _missing_gradient},
     "fsdp_runtime/steps/random_states.py": {"ModelError: drew different amounts": _uneven_dropout},
     "fsdp_runtime/steps/routing/balance.py": {"ModelError: was sharded by other code": _sharded_by_other_code},
-    "fsdp_runtime/steps/guards/check_inputs.py": {"LayoutError: were given different inputs": _other_inputs},
+    "fsdp_runtime/steps/guards/check_inputs.py": {
+        "LayoutError: were given the same tokens": _full_rows_over_cp,
+        "LayoutError: were given different inputs": _other_inputs,
+    },
 }

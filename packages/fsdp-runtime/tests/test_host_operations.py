@@ -61,7 +61,8 @@ def test_dispatch_costs_a_fraction_of_fsdp2(added: dict[str, dict[str, int]]) ->
 
 
 def test_attention_over_ranks_costs_few_calls_beside_fsdp2(added: dict[str, dict[str, int]]) -> None:
-    assert added["cp"]["calls"] <= added["fsdp2 by hand"]["calls"] + 150
+    # Attention to prefixes makes a record for each chunk and the keys before it, forward and backward.
+    assert added["cp"]["calls"] <= added["fsdp2 by hand"]["calls"] + 160
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def train(mesh: DeviceMesh, folder: Path) -> None:
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     fsdp_runtime.parallelize(model, adopted, logits="full")
+    inputs = {name: value + fsdp_runtime.submesh(adopted, "cp").get_local_rank() for name, value in inputs.items()}
     model(**inputs, use_cache=False).logits.square().sum().backward()
     if fsdp_runtime.submesh(adopted, "cp").size() == 1:  # every rank of cp has part of the tokens
         for name, parameter in model.named_parameters():

@@ -256,9 +256,15 @@ def write_gathered(parameter: Tensor, values: Tensor) -> None:
 
 
 def _groups_below(root: FSDPModule) -> list[tuple[Any, Any]]:
-    """Return pairs of state and group below an initialized root."""
+    """Return pairs of state and group below an initialized root, in a fast loop: every forward calls this."""
     state: Any = root._get_fsdp_state()
-    return [(below, group) for below in state._state_ctx.all_states for group in _groups_of(below)]
+    pairs = []
+    for below in state._state_ctx.all_states:
+        groups = getattr(below, "_fsdp_param_groups", None)
+        pairs += [
+            (below, group) for group in ([below._fsdp_param_group] if groups is None else groups) if group is not None
+        ]
+    return pairs
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

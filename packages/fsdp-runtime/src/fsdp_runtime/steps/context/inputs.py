@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model
-from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import (
     CACHES,
@@ -26,7 +25,6 @@ from fsdp_runtime._transformers_compat.models import (
 )
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.model.positions import DerivedPositions
-from fsdp_runtime.sharded.hashing import hash_words
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.media import Media
@@ -43,8 +41,6 @@ _CACHES = (*CACHES, "use_cache", "state", "mems", "use_mems")
 #: Targets of the model's loss, one per token.
 _LABELS = ("labels", "shift_labels")
 _KEPT = "logits_to_keep"
-#: The first forwards without positions, in which ranks compare their tokens.
-_EXAMINED = 2
 
 
 @dataclass(eq=False)
@@ -62,7 +58,6 @@ class Inputs:
     rows: GlobalRows | None = None
     kept: KeptLogits | None = None
     longest: Tensor | int = 0
-    examined: int = 0  # forwards without positions
     own_ids: Tensor | None = None
     full_ids: Tensor | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -97,8 +92,6 @@ class Inputs:
             raise LayoutError("output_router_logits beside an attention_mask: leave the mask out, or use cp=1")
         self._require_parts(tokens, padding, positions, subtree_end)
         layout = self.attention.layout(tokens.shape[1])
-        if positions is None:
-            self._require_different_parts(tokens)
         self.rows = GlobalRows(tokens.shape[0], layout, self.attention.group)
         full = None if positions is None else gather_tokens(positions, layout, self.attention.group, dim=-1)
         in_text = None if media else full
@@ -129,22 +122,6 @@ class Inputs:
             self.media.rows = self.rows
             more["input_ids"] = gather_tokens(tokens, layout, self.attention.group, dim=1)
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False, **more}
-
-    def _require_different_parts(self, tokens: Tensor) -> None:
-        """Refuse equal tokens on all ranks in the first forwards: a rank was given full rows.  Collective."""
-        if self.examined == _EXAMINED or torch.compiler.is_compiling() or not has_values(tokens):
-            return
-        self.examined += 1
-        digest = hash_words(tokens)
-        digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(self.attention.group))]
-        dist.all_gather(digests, digest, group=self.attention.group)
-        is_dry_run = dist.get_backend(self.attention.group) == "fake"
-        differ = bool((tokens != tokens[:, :1]).any())  # parts of a row of one token are equal
-        if len(digests) > 1 and not is_dry_run and differ and bool((torch.stack(digests) == digest).all()):
-            raise LayoutError(
-                f"all {len(digests)} ranks of cp were given the same tokens {list(tokens.shape)}, and each computes a "
-                "part of the row: give a rank its part, sequence_layout(mesh, length).shard_batch(batch)"
-            )
 
     def _media(self, kwargs: Mapping[str, Any]) -> set[str]:
         """Return the names of the media; every rank of ``cp`` or none has media.  Collective for multimodal models."""

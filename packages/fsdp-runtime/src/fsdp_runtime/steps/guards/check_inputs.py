@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import LayoutError, OptionError
 from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects, required_device
 from fsdp_runtime.sharded.hashing import hash_words
@@ -66,13 +67,16 @@ def assert_inputs_equal(mesh: DeviceMesh, inputs: Mapping[str, Any], *, axis: st
 class InputCheck:
     """A forward pre-hook that compares digests of all inputs over process groups."""
 
-    # A compared forward costs, per group, one all-gather of two int64 per rank and one wait for the result. If one rank
-    # was given other inputs, every rank of the group raises. Ranks of ``cp`` need the same names and shapes, and equal
-    # tensors where tokens are not sharded. Ranks count forwards per mode. The first forward is compared in both modes,
-    # so the check also detects ranks in different modes.
+    # A compared forward costs, per group, one all-gather of three int64 per rank and one wait for the result. If one
+    # rank was given other inputs, every rank of the group raises. Ranks of ``cp`` need the same names and shapes, equal
+    # tensors where tokens are not sharded, and other tokens. Ranks count forwards per mode. The first forward is
+    # compared in both modes, so the check also detects ranks in different modes.
 
-    def __init__(self, tp: ProcessGroup | None, cp: ProcessGroup | None, every: Frequency) -> None:
+    def __init__(
+        self, tp: ProcessGroup | None, cp: ProcessGroup | None, every: Frequency, attention: Any = None
+    ) -> None:
         self.tp, self.cp, self.every = tp, cp, every
+        self.attention = attention  # over ``cp``
         self.seen = {True: 0, False: 0}  # forwards in training and in evaluation
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InputCheck:
@@ -94,14 +98,16 @@ class InputCheck:
         if self.tp is not None:
             _compare(inputs, self.tp, "tp")
         if self.cp is not None:
-            _compare(dict(_shared_over_cp(inputs)), self.cp, "cp")
+            is_whole = self.attention is not None and self.attention.whole_rows  # as in generate
+            _compare(dict(_shared_over_cp(inputs)), self.cp, "cp", None if is_whole else _part_of_row(inputs))
 
 
 @dataclass(frozen=True)
 class CheckInputs(Step[None]):
     """Compare the inputs of forwards over ``tp``, where they must be equal, and their shapes over ``cp``.
 
-    One all-gather of 16 bytes and one host synchronisation per compared forward and axis.  A call of ``parallelize``
+    Ranks of ``cp`` with the same tokens and without positions were given full rows, which is an error.
+    One all-gather of 24 bytes and one host synchronisation per compared forward and axis.  A call of ``parallelize``
     without this step compares the first two forwards in training and the first in evaluation.
 
     Args:
@@ -123,21 +129,45 @@ class CheckInputs(Step[None]):
         tp, cp = (None if mesh is None or not computes(mesh) else mesh for mesh in (setup.given_tp, setup.meshes.cp))
         if self.every != "never" and (tp is not None or cp is not None):
             over_tp, over_cp = (None if mesh is None else mesh.get_group() for mesh in (tp, cp))
-            hook_model(model, "compares inputs over ranks", InputCheck(over_tp, over_cp, self.every), first=True)
+            attention, _ = runtime_state(model).gathered or (None, ())
+            check = InputCheck(over_tp, over_cp, self.every, attention)
+            hook_model(model, "compares inputs over ranks", check, first=True)
 
 
-def _compare(inputs: Mapping[str, Any], group: ProcessGroup, axis: str) -> None:
+def _compare(inputs: Mapping[str, Any], group: ProcessGroup, axis: str, part: Tensor | None = None) -> None:
     values = dict(_leaves((), inputs))
     digests = {name: _digest(name, value) for name, value in values.items()}
     devices = [value.device for value in values.values() if isinstance(value, Tensor)]
     device = required_device([group]) or next(iter(devices), torch.device("cpu"))
     names = torch.tensor(crc32(repr(sorted(values)).encode()), device=device, dtype=torch.int64)
     content = sum((digest.to(device) * _MIX for digest in digests.values()), torch.zeros_like(names))
-    pair = torch.stack([names, content])
-    pairs = [torch.empty_like(pair) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(pairs, pair, group=group)
-    if bool((torch.stack(pairs) != pair).any()):
+    rank = torch.stack([names, content, torch.zeros_like(names) if part is None else _digest_of_part(part).to(device)])
+    ranks = [torch.empty_like(rank) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, rank, group=group)
+    equal = torch.stack(ranks) == rank
+    same, same_part = torch.stack([equal[:, :2].all(), equal[:, 2].all() & (rank[2] != 0)]).tolist()
+    if not same:
         raise LayoutError(_message(values, digests, group, axis))
+    if part is not None and same_part and len(ranks) > 1:
+        raise LayoutError(
+            f"all {len(ranks)} ranks of cp were given the same tokens {list(part.shape)}, and each computes a part of "
+            "the row: give a rank its part, sequence_layout(mesh, length).shard_batch(batch)"
+        )
+
+
+def _part_of_row(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Return the tokens of a rank of ``cp`` without positions, which say where the part is."""
+    if inputs.get("position_ids") is not None:
+        return None
+    return next(
+        (value for n in ("input_ids", "inputs_embeds", "0") if isinstance(value := inputs.get(n), Tensor)), None
+    )
+
+
+def _digest_of_part(tokens: Tensor) -> Tensor:
+    """Return a digest of the tokens; 0 for rows of one token, as parts of such rows are equal."""
+    first = tokens[:, :1] if tokens.dim() > 1 else tokens[:1]
+    return torch.where((tokens != first).any(), hash_words(local_tensor(tokens)), 0)
 
 
 def _message(values: Mapping[str, Any], digests: Mapping[str, Tensor], group: ProcessGroup, axis: str) -> str:
