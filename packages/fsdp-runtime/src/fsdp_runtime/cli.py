@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shutil
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import fsdp_runtime
 from fsdp_runtime.dry_run import Estimate, Sweep, estimate, sweep
@@ -18,7 +20,6 @@ from fsdp_runtime.dry_run.parse_args import parse_fsdp, parse_mesh, split_bandwi
 from fsdp_runtime.dry_run.recipe import recipe_sections, recipes
 from fsdp_runtime.dry_run.report.charts import chart_picture
 from fsdp_runtime.dry_run.report.html import html_report
-from fsdp_runtime.dry_run.report.progress import ProgressLine
 from fsdp_runtime.dry_run.report.sections import Section, estimate_sections, markdown_lines, sweep_sections, text_lines
 from fsdp_runtime.dry_run.step_time import step_time
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
@@ -41,6 +42,8 @@ _DEVICE_MEMORY = "bytes of a GPU: 79GiB for an H100 or A100 of 80 GB; 80GB is 80
 
 #: Candidates of a sweep that are printed.
 _MAX_SHOWN = 40
+#: Seconds below which the expected time of a command is not shown.
+_SHORT = 90.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -320,6 +323,29 @@ def _write(result: Estimate | Sweep, sections: list[Section], given: Given) -> N
         Path(given["html"]).write_text(html_report(result), encoding="utf-8")
     if "png" in given:
         Path(given["png"]).write_bytes(chart_picture(result, "png"))
+
+
+class ProgressLine:
+    """Show finished steps on a stream (standard error); called as ``progress(name, done, steps)``."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._rewrites = self._stream.isatty()
+        self._started = time.monotonic()
+
+    def __call__(self, name: str, done: int, steps: int) -> None:
+        """Show that ``done`` of ``steps`` are finished, ``name`` as the last, and the expected time of the rest."""
+        # Finished steps give the time, so it is shown from the first step on, for more than a minute.
+        rest = (time.monotonic() - self._started) / done * (steps - done) if done else 0.0
+        left = f" (about {round(rest / 60)} min left)" if rest >= _SHORT else ""
+        line = f"{done}/{steps} {name}{left}"
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\x1b[K{line[:width]}" if self._rewrites else f"{line}\n", end="", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Clear the line of a terminal."""
+        if self._rewrites:
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
 
 
 if __name__ == "__main__":

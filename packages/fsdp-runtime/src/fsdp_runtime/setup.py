@@ -172,10 +172,8 @@ class Setup:
     @property
     def is_sharded(self) -> bool:
         """Whether several ranks share the model's layers, tokens, experts or parameters."""
-        return any(
-            mesh is not None
-            for mesh in (self.meshes.tp, self.meshes.cp, self.meshes.pp, self.meshes.ep, self.meshes.fsdp)
-        )
+        meshes = self.meshes
+        return any(mesh is not None for mesh in (meshes.tp, meshes.cp, meshes.pp, meshes.ep, meshes.fsdp))
 
     @property
     def tp(self) -> int:

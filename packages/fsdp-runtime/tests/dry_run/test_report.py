@@ -14,15 +14,14 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib import colormaps
 
-from fsdp_runtime import BackendError, MeshSpec
+from fsdp_runtime import BackendError, MeshSpec, cli
+from fsdp_runtime.cli import ProgressLine
 from fsdp_runtime.dry_run import Estimate, Memory, MemoryBreakdown, Peak
 from fsdp_runtime.dry_run.compare import rank_candidates
 from fsdp_runtime.dry_run.report import html
-from fsdp_runtime.dry_run.report import progress as progress_module
 from fsdp_runtime.dry_run.report.charts import chart_picture, charts_of
 from fsdp_runtime.dry_run.report.format import format_bytes
 from fsdp_runtime.dry_run.report.html import html_report
-from fsdp_runtime.dry_run.report.progress import ProgressLine
 from fsdp_runtime.dry_run.report.sections import (
     CATEGORY_NAMES,
     estimate_sections,
@@ -274,7 +273,7 @@ def test_progress_is_one_line_on_a_terminal_and_several_elsewhere() -> None:
 
 def test_long_progress_says_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(cli.time, "monotonic", lambda: now)
     stream = io.StringIO()
     progress = ProgressLine(stream)
     progress("42 dry runs", 0, 42)

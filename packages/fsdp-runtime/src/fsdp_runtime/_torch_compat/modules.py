@@ -19,14 +19,12 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return a module's own parameters, including absent ones and plain tensors in their place."""
     # ``named_parameters`` hides both, and ``getattr`` runs the parametrisations of a module.
-    parameters: dict[str, Any] = module._parameters
-    return parameters
+    return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
     """Return a module's own buffers, including absent ones."""
-    buffers: dict[str, Any] = module._buffers
-    return buffers
+    return module._buffers
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

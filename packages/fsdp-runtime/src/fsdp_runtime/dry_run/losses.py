@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
@@ -43,19 +43,17 @@ def clip_function() -> Any:
     return None
 
 
-@contextmanager
-def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
+def rl_logprobs_on_accelerator() -> AbstractContextManager[Callable[[], int]]:
     """Let rl-logprobs compute as on an accelerator, and run only the representative tiles of a loss."""
     # Otherwise a loss of ``T`` tokens would trace a number of operators in proportion to ``T``, and the gradient norm
-    # one in proportion to the parameters. Yields a function that returns the number of tiles that an operator
+    # one in proportion to the parameters. The context is a function that returns the number of tiles that an operator
     # represents.
     try:
-        traced_on_accelerator = import_module("rl_logprobs.dry_run").traced_on_accelerator
+        dry_run = import_module("rl_logprobs.dry_run")
     except ImportError:
-        yield lambda: 1
-        return
-    with traced_on_accelerator() as tile_multiplicity:
-        yield tile_multiplicity
+        return nullcontext(lambda: 1)
+    tile_multiplicity: AbstractContextManager[Callable[[], int]] = dry_run.traced_on_accelerator()
+    return tile_multiplicity
 
 
 def _on_logits(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:

@@ -239,7 +239,8 @@ def _trace_traceable(
         traced = template.copy()
         for path, module in traced.model.named_modules():
             if wildcard(path) in left_out:
-                replace_forward(module, _return_input)
+                # Blocks give their mixers the input by position or by name.
+                replace_forward(module, lambda *args, **kwargs: next(iter((*args, *kwargs.values()))))
         try:
             summary: Any = (trace or trace_step)(traced, parallelism, step, without_grad)
         except UntraceableError as error:
@@ -254,11 +255,6 @@ def _trace_traceable(
             without_grad = frozenset(summary.untrained)
             continue
         return replace(summary, assumptions=(*summary.assumptions, *left_out.values()))
-
-
-def _return_input(*args: Any, **kwargs: Any) -> Any:
-    """Return the first argument, which blocks give their mixers by position or by name."""
-    return next(iter((*args, *kwargs.values())))
 
 
 def _memory(trace: _Trace, step: StepConfig, world_size: int, on_host: Collection[str]) -> Memory:

@@ -232,15 +232,13 @@ class CPUOffloadAdamW(Optimizer):
                 local_tensor(state[name]).copy_(local_tensor(loaded))
         state["step"] = state["step"].cpu()
 
-    def _written(self, parameter: Tensor) -> bool:
-        """Return whether others have written to a parameter since the last step, which rounded its master to it."""
-        version, master = self._stepped.get(parameter, (None, None))
-        return master is self.state[parameter]["master"] and version != tensor_version(local_tensor(parameter))
-
     def _pieces(self, parameters: Iterable[Tensor]) -> Iterator[Piece]:
         for parameter in parameters:
             state, gradient = self.state[parameter], parameter.grad
-            reads = "master" not in state or self._written(parameter)
+            # Others may have written to a parameter since the last step, which rounded its master to it.
+            version, master = self._stepped.get(parameter, (None, None))
+            is_written = master is state.get("master") and version != tensor_version(local_tensor(parameter))
+            reads = "master" not in state or is_written
             yield from pieces_of(parameter, gradient, state, reads_parameter=reads)  # type: ignore[arg-type]  # not None
 
     def _step_beside(

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_runtime._torch_compat import children
 from fsdp_runtime.model import ModelStructure, inspect_model
+from fsdp_runtime.swaps import swapped
 
 #: Attributes that hold a block's index and do not change its computation.
 _INDEX_ATTRS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
@@ -73,13 +73,9 @@ class TracedModel:
         structure = self.structure
         parent_path, _, _ = structure.decoder[0].rpartition(".")
         owner_path, _, name = parent_path.rpartition(".")
-        owner = children(self.model.get_submodule(owner_path))
-        all_blocks = owner[name]
-        owner[name] = nn.ModuleList([structure.blocks[structure.decoder[index]] for index in indices])
-        try:
+        blocks = nn.ModuleList([structure.blocks[structure.decoder[index]] for index in indices])
+        with swapped(self.model.get_submodule(owner_path), **{name: blocks}):
             model = copy.deepcopy(self.model)
-        finally:
-            owner[name] = all_blocks
         _renumber(model.get_submodule(parent_path), indices)
         for config in _configs(model):
             _shorten(config, indices, len(structure.decoder))
