@@ -7,8 +7,8 @@ model changes, and errors name the fix where the originals assert.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -284,11 +284,9 @@ def _get_parallel_plan(
     return dict(plan.to_torch()) if isinstance(plan, Plan) else plan
 
 
-@contextmanager
-def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
+def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[object]:
     """Keep the parameters of a model gathered inside the ``with``."""
-    with unsharded(model):
-        yield
+    return unsharded(model)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,8 @@ def model_from_config(cls: Any, config: Any, dtype: Any) -> Any:
 
 def auto_class_builds(auto: Any, config: Any) -> Any:
     """Return the class that an auto class builds for a config, ``None`` for an unknown config (``_model_mapping``)."""
-    return (
-        auto._model_mapping[type(config)] if hasattr(auto, "_model_mapping") and has_model_for(auto, config) else None
-    )
+    has_model = hasattr(auto, "_model_mapping") and has_model_for(auto, config)
+    return auto._model_mapping[type(config)] if has_model else None
 
 
 def picks_one_token(model: Any) -> bool:
@@ -127,9 +126,8 @@ def pooler(model: Any) -> str | None:
 def recorded_outputs(module: nn.Module) -> frozenset[str]:
     """Return outputs that a transformers model can collect from inner modules, such as ``"router_logits"``."""
     # ``_can_record_outputs`` names what ``capture_outputs`` collects (5.10 to 5.24).
-    return (
-        frozenset(getattr(module, "_can_record_outputs", None) or ()) if is_transformers_model(module) else frozenset()
-    )
+    outputs = getattr(module, "_can_record_outputs", None) if is_transformers_model(module) else None
+    return frozenset(outputs or ())
 
 
 def keep_recording(model: nn.Module) -> None:

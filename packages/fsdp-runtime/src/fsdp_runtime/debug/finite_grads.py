@@ -53,13 +53,11 @@ def assert_finite_gradients(model: nn.Module) -> None:
     for rank, rank_counts in sorted(all_gather_objects(ranks, nonzero).items()):
         for name, count in rank_counts.items():
             counts_of.setdefault(name, []).append(f"rank {rank}: {count}")
-    lines = [f"  {name} ({', '.join(by_rank)})" for name, by_rank in list(counts_of.items())[:_MAX_NAMED]]
-    more = [f"  and {len(counts_of) - _MAX_NAMED} more"] if len(counts_of) > _MAX_NAMED else []
+    lines = [f"  {name} ({', '.join(by_rank)})\n" for name, by_rank in list(counts_of.items())[:_MAX_NAMED]]
+    more = f"  and {len(counts_of) - _MAX_NAMED} more\n" if len(counts_of) > _MAX_NAMED else ""
     raise GradientError(
-        "\n".join(
-            [f"{len(counts_of)} parameters have gradients that are not finite (elements by rank):", *lines, *more]
-        )
-        + "\nskip this step (optimizer.zero_grad()) and inspect the batch of the ranks named; in half precision, "
+        f"{len(counts_of)} parameters have gradients that are not finite (elements by rank):\n{''.join(lines)}{more}"
+        "skip this step (optimizer.zero_grad()) and inspect the batch of the ranks named; in half precision, "
         "scale the loss down"
     )
 

@@ -121,7 +121,6 @@ def _staged(value: Any) -> Any:
 
 
 def _call(name: str, writes: bool) -> Callable[..., dist.Work]:
-
     def method(group: _StagedGroup, *args: Any, **options: Any) -> dist.Work:
         staged = [_staged(argument) for argument in args]
         work = getattr(group.gloo, name)(*staged, **options)

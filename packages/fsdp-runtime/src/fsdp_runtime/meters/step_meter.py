@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,13 +190,10 @@ class _CountTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sent: Counter[str] = Counter()
         self._axes = axis_names(mesh)
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the DTensor's local operators come here afterwards
-        call = collective_call(func, args, kwargs or {})
-        if call is not None:
+        if (call := collective_call(func, args, kwargs or {})) is not None:
             self.sent[self._axes.get(call.ranks, f"{len(call.ranks)} ranks")] += call.bytes_sent
         return func(*args, **(kwargs or {}))
 

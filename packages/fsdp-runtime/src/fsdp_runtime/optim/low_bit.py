@@ -224,8 +224,6 @@ class LowBitAdamW(Optimizer):
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Some rows of a parameter."""
-
     parameter: Tensor
     box: Box  # of the rows
     local: dict[str, Tensor]  # the rows of the parameter, of its gradient and of its state

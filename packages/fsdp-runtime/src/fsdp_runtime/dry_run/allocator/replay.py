@@ -139,16 +139,14 @@ class _Replay:
         for entry in self._entries[""]:
             if entry.category == "inputs":
                 self._apply(entry)
-        kept = False
         for entry in self._entries["pass"]:
             if keeps_gradients and entry.stream == "reduce" and entry.delta < 0:
                 if (block := self._live.pop(entry.storage, None)) is not None:
                     self._kept.append(block)
-                    kept = True
                 continue
             self._apply(entry)
-        if keeps_gradients and not kept:
-            self._kept += self._allocate("gradients")
+        if keeps_gradients and not self._kept:
+            self._kept = self._allocate("gradients")
 
     def _allocate(self, *categories: str) -> list[MemoryBlock]:
         """Allocate the storages of all blocks that exist before the step."""
@@ -169,8 +167,6 @@ class _Replay:
 
 
 class _Expansion:
-    """Copies of an inner group of a trace."""
-
     def __init__(self, tape: Tape, repeated: RepeatedBlocks) -> None:
         self._tape = tape
         self._repeated = repeated
