@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 from fsdp_runtime._torch_compat.meshes import local_tensor
 
 
-@contextmanager
-def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
+def check_saved_tensors(freed: Callable[[], Exception]) -> AbstractContextManager[None]:
     """Raise ``freed()`` if backward reads a tensor saved inside the ``with`` that has lost its storage."""
     # torch's error names only the storage. For tensors with hooks torch does not check for in-place changes (since
     # pytorch/pytorch#60975), so this function checks them.
@@ -24,8 +23,7 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
             raise freed()
         return unchanged(saved)
 
-    with torch.autograd.graph.saved_tensors_hooks(with_version, unpack):
-        yield
+    return torch.autograd.graph.saved_tensors_hooks(with_version, unpack)
 
 
 def with_version(tensor: Tensor) -> tuple[Tensor, int]:

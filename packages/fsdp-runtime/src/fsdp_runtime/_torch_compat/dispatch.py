@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -57,8 +57,7 @@ def storage_key(held: Tensor | UntypedStorage) -> int:
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
 
 
-@contextmanager
-def observe_storage_resizes(observe: Callable[[UntypedStorage], None]) -> Iterator[None]:
+def observe_storage_resizes(observe: Callable[[UntypedStorage], None]) -> AbstractContextManager[None]:
     """Call ``observe`` after every ``UntypedStorage.resize_``."""
     # FSDP2 allocates and frees gathered parameters by resizing their storages. Under ``FakeTensorMode`` no operator is
     # dispatched for a resize, and torch has no hook (pytorch/pytorch#122434), so the method is replaced.
@@ -69,5 +68,4 @@ def observe_storage_resizes(observe: Callable[[UntypedStorage], None]) -> Iterat
         observe(storage)
         return result
 
-    with swapped(UntypedStorage, resize_=resize_):
-        yield
+    return swapped(UntypedStorage, resize_=resize_)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,13 +37,11 @@ def initialize_module(owner: Any, module: nn.Module) -> None:
             delattr(tensor, _INITIALIZED)
 
 
-@contextmanager
-def longer_config(config: Any, types: Mapping[str, list[str]], count: int) -> Iterator[None]:
+def longer_config(config: Any, types: Mapping[str, list[str]], count: int) -> AbstractContextManager[None]:
     """A decoder's config with ``count`` further blocks, of ``types`` by the config's list, inside the ``with``."""
     # ``get_mtp_config`` (since 5.24) restarts the indices at 0 and needs fields that Qwen3-Next's config lacks.
     lists = {name: [*kinds, *types[name]] for name in types if (kinds := getattr(config, name, None)) is not None}
-    with swapped(config, num_hidden_layers=config.num_hidden_layers + count, **lists):
-        yield
+    return swapped(config, num_hidden_layers=config.num_hidden_layers + count, **lists)
 
 
 def initial_head(owner: Any, block: Any, blocks: nn.ModuleList, index: int) -> Any:

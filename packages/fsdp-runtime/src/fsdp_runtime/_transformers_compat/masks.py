@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -181,13 +181,11 @@ def is_causal_mask_function(mask_function: Any) -> bool:
     return mask_function is causal_mask_function
 
 
-@contextmanager
-def fake_tensors_are_data() -> Iterator[None]:
+def fake_tensors_are_data() -> AbstractContextManager[None]:
     """Let transformers treat fake tensors as tensors with data, as it does in training."""
     # transformers takes fake tensors for a traced graph, and then builds attention masks that a real run skips.
     utilities = sys.modules.get("transformers.utils.import_utils")
-    with nullcontext() if utilities is None else swapped(utilities, is_fake_tensor=lambda _tensor: False):
-        yield
+    return nullcontext() if utilities is None else swapped(utilities, is_fake_tensor=lambda _tensor: False)
 
 
 def chunks_count_the_row(config: Any) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature, unwrap
@@ -137,8 +137,7 @@ def _of_query_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Siz
 _ALIGNED = 8
 
 
-@contextmanager
-def kernels_of_attention() -> Iterator[None]:
+def kernels_of_attention() -> AbstractContextManager[None]:
     """Let attention run the memory-efficient kernel where an accelerator would call it and a CPU has none."""
     varlen_operators()  # loaded before tensors are fake
     # A mode for functions of torch would not reach recomputation: ``Tensor.backward`` leaves it.
@@ -149,8 +148,7 @@ def kernels_of_attention() -> Iterator[None]:
         output = _efficient(*args, **kwargs)
         return original(*args, **kwargs) if output is None else output
 
-    with swapped(functional, scaled_dot_product_attention=attend):
-        yield
+    return swapped(functional, scaled_dot_product_attention=attend)
 
 
 def _efficient(
