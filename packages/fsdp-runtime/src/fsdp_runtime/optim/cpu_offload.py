@@ -23,6 +23,7 @@ from fsdp_runtime._torch_compat import local_tensor, tensor_version
 from fsdp_runtime.errors import MismatchError, OptionError
 from fsdp_runtime.memory import host_copies
 from fsdp_runtime.optim.host_step import Piece, Staging, StepBeside, chunks_of, pieces_of
+from fsdp_runtime.swaps import swapped
 
 logger = logging.getLogger(__name__)
 #: Parameters of these dtypes have float32 masters and moments.
@@ -161,11 +162,8 @@ class CPUOffloadAdamW(Optimizer):
             >>> optimizer.step_during(model, lambda: model[0][0](torch.ones(1, 2))).shape
             torch.Size([1, 2])
         """
-        self._forward = StepBeside(model, self._parameters()), torch.enable_grad()(forward)
-        try:
+        with swapped(self, _forward=(StepBeside(model, self._parameters()), torch.enable_grad()(forward))):
             return self.step()
-        finally:
-            self._forward = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a result of ``state_dict`` for the same parameters on the same mesh; state goes to its place.
@@ -247,12 +245,9 @@ class CPUOffloadAdamW(Optimizer):
         for parameter in self._parameters():  # the chunks hold the gradients
             parameter.grad = None
         step = partial(self._step_on_host, chunks, copies)
-        self._is_beside, hook = True, self.register_state_dict_pre_hook(lambda _self: self._require_no_step())
-        try:
+        refusal = self.register_state_dict_pre_hook(lambda _self: self._require_no_step())
+        with swapped(self, _is_beside=True), refusal:
             return beside.run([[piece.whole for piece in chunk] for _, chunk in chunks], step, forward, copies)
-        finally:
-            self._is_beside = False
-            hook.remove()
 
     def _require_no_step(self) -> None:
         if self._is_beside:

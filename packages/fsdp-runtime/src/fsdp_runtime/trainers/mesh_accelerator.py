@@ -117,11 +117,8 @@ class MeshAccelerator(StateMixin, Accelerator):
             for model in models:
                 with follow_parameters(model, [*optimizers, *self._optimizers]):
                     self._shard(model)
-        self._preparing = models  # models may follow their optimizers
-        try:
+        with swapped(self, _preparing=models):  # models may follow their optimizers
             return super().prepare(*args, device_placement=device_placement)
-        finally:
-            self._preparing = ()
 
     def _shard(self, model: nn.Module) -> None:
         if self._source is None:
