@@ -43,12 +43,8 @@ def meta_device() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        with _LargeOnMeta():
-            yield
-    finally:
-        handle.remove()
+    with register_module_parameter_registration_hook(to_meta), _LargeOnMeta():  # type: ignore[arg-type]
+        yield
 
 
 #: Functions that make a tensor of a given size.
