@@ -25,6 +25,7 @@ from fsdp_runtime._transformers_compat.models import calls_loss_function, with_l
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.context.step import under_context_parallelism
+from fsdp_runtime.swaps import swapped
 from fsdp_runtime.trainers.full_rows import FullRows, rows_in_force, take_full_rows
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.wrap import hook_forward, replace_forward
@@ -272,11 +273,8 @@ def with_loss_of_heads(compute: Callable[[], Any], trainer: Any, model: Any, ite
     heads = _heads(model)
     if heads is None or not torch.is_grad_enabled():
         return compute()
-    heads.num_items_in_batch = items  # SFTTrainer does not pass it on
-    try:
+    with swapped(heads, num_items_in_batch=items):  # SFTTrainer does not pass it on
         loss = compute()
-    finally:
-        heads.num_items_in_batch = None
     summed = items is not None and trainer.args.average_tokens_across_devices  # and multiplied by the ranks
     further = heads.loss * heads.loss_scaling_factor * (trainer.accelerator.num_processes if summed else 1)
     return (loss[0] + further, *loss[1:]) if isinstance(loss, tuple) else loss + further

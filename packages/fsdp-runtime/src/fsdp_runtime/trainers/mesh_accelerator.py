@@ -222,11 +222,9 @@ class MeshAccelerator(StateMixin, Accelerator):
     @contextmanager
     def scheduled_losses(self) -> Iterator[list[Tensor]]:
         """Yield a list of losses; the schedule of pipeline stages runs their backward."""
-        self._scheduled = []
-        try:
-            yield self._scheduled
-        finally:
-            self._scheduled = None
+        losses: list[Tensor] = []
+        with swapped(self, _scheduled=losses):
+            yield losses
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm of all gradients, each shard counted once; return the norm before clipping."""
