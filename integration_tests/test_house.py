@@ -20,17 +20,17 @@ MOST_LINES = 450
 #: Public names of the three top levels together: a new one takes the place of an old one.
 MOST_NAMES = 100
 #: Lines of source per package.  A package grows by the lines that it loses elsewhere; a ceiling only goes down.
-MOST_SOURCE_LINES = {"tp-plans": 12_980, "fsdp-runtime": 47_331, "rl-logprobs": 8_394}
+MOST_SOURCE_LINES = {"tp-plans": 12_929, "fsdp-runtime": 44_738, "rl-logprobs": 8_206}
 #: Lines with a wording that hides the noun of a sentence, over the three packages.  A ceiling only goes down.
 MOST_WORDINGS = {
     "whose": 1,
     "that of, those of": 0,
-    "what is, are, the, a": 1,
+    "what is, are, the, a": 0,
     "of its own": 3,
     "alike, anew, apart": 1,
     "of which": 0,
     "that there are": 0,
-    "the local found": 30,
+    "the local found": 29,
 }
 Graph = Mapping[str, set[str]]
 
