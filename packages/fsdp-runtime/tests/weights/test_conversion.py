@@ -61,7 +61,8 @@ def _loaded(name: str, axes: dict[str, int], experts: str, path: Path) -> dict[s
     model = _distribute(_model(name, seed=1), mesh_for(axes), EXPERTS[experts])
     report = load_weights(model, path)
     wanted = {**dict(_model(name).named_parameters())}
-    wrong, held = [], 0
+    stored = model.state_dict()
+    wrong, held = [], sum(buffer.nbytes for key, buffer in model.named_buffers() if key in stored)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
